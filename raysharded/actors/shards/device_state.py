@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from raysharded.actors.device.device_waits import numbers_of
+from raysharded.actors.device.device_waits import numbers_of, on_host
 from raysharded.actors.model.constants import Constants
 from raysharded.actors.model.inventory import Inventory
 from raysharded.actors.model.param_layout import BUFFER, CONSTANT, MODEL, NUMBER, OPTIM, ParamLayout
@@ -286,7 +286,7 @@ def _is_kept(name: str, value: torch.Tensor, name_now: str, now: torch.Tensor) -
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return on_host(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def _turned(kept: TensorSpec, live: Mapping[str, torch.Tensor]) -> InexactError:
