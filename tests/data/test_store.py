@@ -517,7 +517,7 @@ def _on_disk(folder: Path) -> int:
 
 
 def _is_kept(cache: DiskCache, number: int) -> bool:
-    """Whether the cache has the page that was put into a file of its own."""
+    """Whether the cache has the page that was put alone into a file."""
     found = cache.get("aa", number * FILE_BYTES, 4096)
     assert found is None or np.array_equal(found, _page(number))
     return found is not None

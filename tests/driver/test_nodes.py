@@ -253,7 +253,7 @@ def test_nodes_of_failed_starts_are_all_avoided_unless_no_other_is_known() -> No
 
 
 def started(run: Run, after_s: float = 1.0) -> list[Command]:
-    """What the machine does when the run may request workers again, after a step."""
+    """Outcome of the tick at which the run may request workers again, after a step."""
     run.at += after_s
     return run.trained(run.state.step + 1)
 

@@ -213,7 +213,7 @@ def _opened(path: str, flags: int) -> Iterator[int]:
 
 
 def _is_hole(file: int, place: int) -> bool:
-    """Whether nothing was written there, as far as the file system can tell."""
+    """Whether nothing was written there, as far as the file system knows."""
     try:
         return os.lseek(file, place, os.SEEK_DATA) > place
     except OSError as error:
