@@ -6,12 +6,13 @@ from collections.abc import Collection, Mapping
 
 import torch
 
-from raysharded.actors.device.device_waits import numbers_of, on_host
+from raysharded.actors.device.device_waits import numbers_of
 from raysharded.actors.model.constants import Constants
 from raysharded.actors.model.inventory import Inventory
 from raysharded.actors.model.param_layout import BUFFER, CONSTANT, MODEL, NUMBER, OPTIM, ParamLayout
 from raysharded.actors.model.sharded_model import ShardedModel, local_of
 from raysharded.actors.numerics.bit_digest import combined, tensor_digest
+from raysharded.actors.optimizer.inner_optimizers import bits_of
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.actors.shards.async_copy import AsyncHostCopy
 from raysharded.actors.shards.store import ShardBuffer, torch_dtype
@@ -282,11 +283,7 @@ def _is_kept(name: str, value: torch.Tensor, name_now: str, now: torch.Tensor) -
     flat = value.reshape(-1)
     if name.partition(".")[2] != name_now.partition(".")[2] and not (flat != flat[:1]).any():
         return False
-    return bool(torch.equal(_bytes(value), _bytes(now)))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return on_host(tensor.detach()).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return bits_of(value) == bits_of(now.resolve_conj().resolve_neg())
 
 
 def _turned(kept: TensorSpec, live: Mapping[str, torch.Tensor]) -> InexactError:

@@ -99,13 +99,13 @@ class DiskCache:
             return None
         path, place = self._place(shard, offset)
         try:
-            with _opened(path, os.O_RDONLY) as file:
+            with _opened(path, os.O_RDONLY) as (file, used_at):
                 if _is_hole(file, place + size // 2):
                     return None
                 found = np.empty(size, dtype=np.uint8)
                 if os.preadv(file, [found.data], place) < size:
                     return None
-                if os.fstat(file).st_mtime < time.time() - _USED_S:
+                if used_at < time.time() - _USED_S:
                     os.utime(file)
         except OSError:
             return None
@@ -129,7 +129,7 @@ class DiskCache:
             self._remove_oldest()
 
     def _write(self, path: str, place: int, data: Bytes) -> None:
-        with _opened(path, os.O_WRONLY | os.O_CREAT) as file:
+        with _opened(path, os.O_WRONLY | os.O_CREAT) as (file, _):
             if os.pwrite(file, data.data, place) < len(data):
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path)
 
@@ -200,14 +200,14 @@ class DiskCache:
 
 
 @contextlib.contextmanager
-def _opened(path: str, flags: int) -> Iterator[int]:
-    """A plain file of this user."""
+def _opened(path: str, flags: int) -> Iterator[tuple[int, float]]:
+    """A plain file of this user, and the time of its last use."""
     file = os.open(path, flags | _OPEN, 0o600)
     try:
         about = os.fstat(file)
         if not stat.S_ISREG(about.st_mode) or about.st_uid != os.getuid():
             raise OSError(f"{path} is no file of this cache")
-        yield file
+        yield file, about.st_mtime
     finally:
         os.close(file)
 

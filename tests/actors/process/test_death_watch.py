@@ -199,8 +199,14 @@ def test_progress_bars_are_no_last_words(tmp_path: Path) -> None:
             for _ in bar:
                 print("a warning\r\n" if total else "", end="", file=sys.stderr, flush=True)
         print("\r 50%|#  | 1/2 [00:01<00:01]ValueError: behind a bar", file=sys.stderr)
+        print("\r 60%|#  | 3/5 [00:01<00:01]   behind a shorter bar", file=sys.stderr)
         tqdm(total=9, desc="unfinished").update()
         sys.stderr.flush()
         os._exit(3)
     """
-    assert death_of(end, tmp_path).stderr == ("last words", *["a warning"] * 3, "ValueError: behind a bar")
+    assert death_of(end, tmp_path).stderr == (
+        "last words",
+        *["a warning"] * 3,
+        "ValueError: behind a bar",
+        "behind a shorter bar",
+    )
