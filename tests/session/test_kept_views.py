@@ -71,7 +71,7 @@ def test_views_that_are_kept_over_a_change_of_the_workers_are_remarked_once(take
     [Keeping(detached, anew=True), Keeping(itself), Keeping(copied), Acting(updates), Loop()],
     ids=["anew", "parameters", "copies", "average", "nothing"],
 )
-@pytest.mark.parametrize("phase", ["backward", "apply"])
+@pytest.mark.parametrize("phase", ["backward", pytest.param("apply", marks=pytest.mark.long)])
 def test_loops_that_keep_no_view_get_no_remark(loop: Any, phase: str) -> None:
     outcome = run(3, loop, kills=[(1, 2, phase), (2, 4, "snapshot")], steps=6)
     assert remarks(outcome) == []
