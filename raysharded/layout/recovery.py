@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal, NamedTuple
 
 from raysharded.errors import ConfigError
@@ -57,6 +58,11 @@ def recoverable(spec: StateSpec, held: Sequence[Held], *, rebuilding: bool = Tru
     With `rebuilding`, bytes that parity blocks can restore count as held, as a mirror, by the worker that is to compute
     them. This is done only if needed, and for one layout alone if that suffices.
     """
+    return _recoverable(spec, tuple(held), rebuilding)
+
+
+@lru_cache(maxsize=64)  # a driver that waits for workers repeats the question several times at each tick
+def _recoverable(spec: StateSpec, held: Sequence[Held], rebuilding: bool) -> Recoverable | None:
     by_step: dict[int, list[Held]] = {}
     for one in held:
         by_step.setdefault(one.step, []).append(one)

@@ -15,7 +15,9 @@ class Strand:
 
     def __init__(self, action: Callable[[], object]) -> None:
         self._action = action
-        self._go_on, self._paused = threading.Semaphore(0), threading.Semaphore(0)
+        self._go_on, self._paused = threading.Lock(), threading.Lock()  # each is released by the other thread
+        self._go_on.acquire()
+        self._paused.acquire()
         self._unwinding = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, daemon=True)

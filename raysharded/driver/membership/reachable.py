@@ -88,9 +88,10 @@ def choose(state: State) -> Reachable:
         if candidates.source_among(state, workers, newest) is not None:
             return Reachable(workers=workers)
     has_rested = state.relayed and state.has_trained
-    for workers in () if has_rested else enough:
-        for others in sets:
-            if _hands_over(state, others, workers, newest.step):
+    handing_over = () if has_rested or not enough else [others for others in sets if _holds(state, others, newest.step)]
+    for workers in enough:
+        for others in handing_over:
+            if _hands_over(state, others, workers):
                 return Reachable(workers=others, hands_over=True)
     if not enough:
         holders = () if has_rested or newest.step <= state.saved_step else sets
@@ -119,10 +120,15 @@ def _pairs_among(state: State) -> Iterator[Pair]:
     return (link.pair for link in state.links.broken if state.ready.issuperset(link.pair))
 
 
-def _hands_over(state: State, others: frozenset[WorkerId], workers: frozenset[WorkerId], step: int) -> bool:
-    """Whether `others` hold a step in memory, and their members among `workers` would, once they had formed."""
-    source = newest_source(state, others)
-    if not others & workers or not isinstance(source, FromMemory) or source.step < step:
+def _holds(state: State, workers: frozenset[WorkerId], step: int) -> bool:
+    """Whether they hold this step, or a newer one, in memory."""
+    source = newest_source(state, workers)
+    return isinstance(source, FromMemory) and source.step >= step
+
+
+def _hands_over(state: State, others: frozenset[WorkerId], workers: frozenset[WorkerId]) -> bool:
+    """Whether members of `others`, which hold the state, would hold it among `workers`, once they had formed."""
+    if not others & workers:
         return False
     plan = plan_generation(replace(state, ready=others, preparation=None))
     return held_by(state.limits, plan.mesh, plan.members, workers)
