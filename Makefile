@@ -28,12 +28,14 @@
 # with PyTorch's CPU wheels, from a file or from their own index), DEMO_ARGS, PYTEST_ARGS, BENCH (`recovery`, `stops`,
 # `nodes`, `resizes`, `steps`, `steps-large`, `goodput`, `checkpoints`, `scale`, `report`, `gpu`, or `all`), COMPAT
 # (`lowest`, `newest`, or parts of them), CUDA_TORCH (as TORCH, for `make cuda-names`), NEWEST_TORCH (as TORCH, for `make compat`; default: what pip finds), CLOCK
-# (what to put before each part of the tests to take its time, as `.ci/run` does), MUTANTS (`--count N --seed K`).
+# (what to put before each part of the tests to take its time, as `.ci/run` does), BESIDE (targets that `make test` makes
+# beside its last part), MUTANTS (`--count N --seed K`).
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 DEMO_ARGS ?=
 PYTEST_ARGS ?=
+BESIDE ?=
 BENCH ?= all
 CLOCK ?=
 MUTANTS ?=
@@ -44,7 +46,7 @@ SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-clusters test-long compat mutants mutants-device test-gpu cuda-names test-s3 check lint docs bench bench-quick bench-full peers lock clean
+.PHONY: help install demo test test-ray test-clusters test-long compat mutants mutants-device test-gpu cuda-names test-s3 check lint docs bench bench-quick bench-full peers lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -57,11 +59,12 @@ BROWSER := $(VENV)/.has-browser
 TITAN := build/torchtitan/.installed
 PEERS := $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.installed,$(wildcard benchmarks/environments/*.txt))
 
-# Tests run two at a time, but for those that use Ray, which fill both cores by themselves, and those that depend on
-# timing: they run one by one, and only the files with such tests are collected.
+# Tests run two at a time, but for those that depend on timing, and those that use Ray, which are no faster so: they run
+# one by one, and only the files with such tests are collected. Those on Ray mostly wait: `.ci/run` has BESIDE them.
 QUICK := not long and not ray and not gpu and not s3 and not slow and not procs and not alone
 TWO_AT_A_TIME := not long and not ray and not gpu and not s3 and not alone
-ONE_BY_ONE := not long and (ray or alone) and not clusters and not gpu and not s3
+ALONE := not long and alone and not ray and not clusters and not gpu and not s3
+ON_RAY := not long and ray and not clusters and not gpu and not s3
 CLUSTERS := not long and clusters and not gpu and not s3
 SIDE_BY_SIDE := -n 2 --dist worksteal
 SLOWEST := --durations=12
@@ -72,6 +75,8 @@ SECOND_TRY := --max-suite-reruns 3 --rerun-show-tracebacks
 # The files of tests that contain one of these words, unless PYTEST_ARGS names others.
 files_with = $(if $(findstring tests,$(PYTEST_ARGS)),,$$(grep -rlE "$(1)" tests --include="test_*.py"))
 timed = $(if $(CLOCK),$(CLOCK) $(1))
+# With PYTEST_ARGS a part may have no test: pytest's exit status is 5.
+or_none = $(if $(PYTEST_ARGS),|| [ $$? = 5 ])
 
 help:
 	@sed -n 's/^#   make/make/p' Makefile
@@ -84,13 +89,18 @@ demo: $(PACKAGE)
 
 test: $(DEV) $(COMPILER) $(BROWSER) $(S3FS)
 	@$(call timed,two-at-a-time) $(BIN)/python -m pytest $(SIDE_BY_SIDE) $(SECOND_TRY) $(SLOWEST) -m "$(TWO_AT_A_TIME)" \
-		$(PYTEST_ARGS)
-	@$(call timed,one-by-one) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(ONE_BY_ONE)" \
-		$(call files_with,mark\.(ray|alone)) $(PYTEST_ARGS)
+		$(PYTEST_ARGS) $(or_none)
+	@$(call timed,alone) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(ALONE)" \
+		$(call files_with,mark\.alone) $(PYTEST_ARGS) $(or_none)
+	@$(MAKE) --no-print-directory $(if $(BESIDE),-j --output-sync=target) test-ray $(BESIDE)
+
+test-ray: $(DEV) $(COMPILER) $(BROWSER) $(S3FS)
+	@$(call timed,ray) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(ON_RAY)" \
+		$(call files_with,mark\.ray) $(PYTEST_ARGS) $(or_none)
 
 test-clusters: $(DEV)
 	@$(call timed,clusters) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(CLUSTERS)" \
-		$(call files_with,mark\.clusters) $(PYTEST_ARGS)
+		$(call files_with,mark\.clusters) $(PYTEST_ARGS) $(or_none)
 
 # Tests that passed at this commit are not repeated: the run may be interrupted at any time and resumes from there.
 LONG := build/long/$(shell git rev-parse --short HEAD 2>/dev/null)
@@ -140,7 +150,7 @@ test-gpu: $(DEV) $(COMPILER) $(TITAN)
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
 	@$(call timed,s3) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "s3 and not gpu" \
-		$(call files_with,mark\.s3) $(PYTEST_ARGS)
+		$(call files_with,mark\.s3) $(PYTEST_ARGS) $(or_none)
 
 check: lint $(S3FS)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)
