@@ -289,13 +289,18 @@ class Program:
 
 _STATE = ("gradient_norm", "fingerprint")
 PROGRAMS: dict[str, Program] = {
-    "weights built whole": Program(rules=("build",), task=BuiltWhole(), compared=("fingerprint",), steps=1),
-    "weights built by module": Program(rules=("build",), task=BuiltByModule(), compared=("fingerprint",), steps=1),
-    "dropout": Program(rules=("draws",), task=Draws(), compared=("metrics", "evaluation"), alike=True, evaluates=True),
+    "weights built whole": Program(rules=("build",), task=BuiltWhole(), compared=("fingerprint",), steps=1, workers=1),
+    "weights built by module": Program(
+        rules=("build",), task=BuiltByModule(), compared=("fingerprint",), steps=1, workers=1
+    ),
+    "dropout": Program(
+        rules=("draws",), task=Draws(), compared=("metrics", "evaluation"), alike=True, evaluates=True, workers=1
+    ),
     "modes of modules": Program(
         rules=("modes",),
         task=Modes(),
         compared=("metrics", "evaluation"),
+        workers=1,
         steps=1,
         alike=True,
         evaluates=True,
@@ -309,11 +314,14 @@ PROGRAMS: dict[str, Program] = {
         samples=10,
     ),
     "numbers of Python": Program(
-        rules=("numbers",), task=Plain(), compared=("loss", "weight", "gradient_norm", "lr", "metrics", "fingerprint")
+        rules=("numbers",),
+        task=Plain(),
+        compared=("loss", "weight", "gradient_norm", "lr", "metrics", "fingerprint"),
+        workers=1,
     ),
-    "two epochs": Program(rules=("order",), task=Still(), compared=("digest", "reads"), steps=8),
+    "two epochs": Program(rules=("order",), task=Still(), compared=("digest", "reads"), steps=5),
     "two epochs, fast": Program(
-        rules=("order",), task=Still(), compared=("digest", "reads"), steps=8, engine={"reduction": "fast"}
+        rules=("order",), task=Still(), compared=("digest", "reads"), workers=1, steps=5, engine={"reduction": "fast"}
     ),
     "the tree of 2 workers": Program(rules=("reduce",), task=Reduced(), compared=_STATE),
     "the tree of 3 workers": Program(rules=("reduce",), task=Reduced(), compared=_STATE, workers=3),
@@ -341,7 +349,8 @@ STOPPED_AFTER = 2
 
 
 def trainer_of(name: str, program: Program, folder: str, *, steps: int | None = None, **run: Any) -> rs.ElasticTrainer:
-    data = Samples(program.samples, alike=program.alike)
+    made = Samples(program.samples, alike=program.alike)
+    data = [made[index] for index in range(len(made))]  # which a thread of the worker reads
     return rs.ElasticTrainer(
         task=program.task,
         data=data,

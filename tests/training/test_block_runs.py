@@ -90,22 +90,24 @@ def test_a_store_with_as_many_other_tokens_is_refused(tmp_path: Path) -> None:
         with StoreWriter(str(tmp_path / name), Kind(tokenizer="bytes", vocab_size=VOCABULARY), 1000) as writer:
             writer.write(some)
 
-    def trained(name: str, steps: int, **others: Any) -> None:
+    def trained(name: str, steps: int, workers: int = 1, **others: Any) -> None:
         data = TokenDataset(tmp_path / "store", seq_len=8)
         job = make_job(f"{tmp_path}/{name}", steps=steps, microbatches=2, data=data)
-        driver = make_driver(job, make_limits(job, 2), Collector(), metadata={"batch": asdict(job.batch)}, **others)
+        driver = make_driver(
+            job, make_limits(job, workers), Collector(), metadata={"batch": asdict(job.batch)}, **others
+        )
         driver.restore()
         driver.run()
 
     other = {WorkerId(1): partial(_find_at, str(tmp_path / "other"))}
     with pytest.raises(ConfigError, match="of a token store, other shards"):
-        trained("both", 2, prepare=other)
+        trained("both", 1, workers=2, prepare=other)
+    trained("run", 1)
     trained("run", 2)
-    trained("run", 3)
     (tmp_path / "store").rename(tmp_path / "before")
     (tmp_path / "other").rename(tmp_path / "store")
     with pytest.raises(ConfigError, match="of the same length with other contents than the run began with"):
-        trained("run", 4)
+        trained("run", 3)
 
 
 def _find_at(folder: str) -> None:

@@ -280,6 +280,16 @@ CASES: dict[str, tuple[Variant, Variant, str, str]] = {
     "momentum, then none": (Variant(momentum), Variant(plain), "has 'momentum_buffer' of 'body.bias'", ""),
     "SGD, then AdamW": (Variant(plain), Variant(), "", "has the optimizer torch.optim.adamw.AdamW, and had"),
 }
+IN_KIND = [
+    "frozen",
+    "thawed",
+    "other groups",
+    "AdamW, then SGD with momentum",
+    "AdamW, then Lion",
+    "with amsgrad, then without, and a layer that is used later",
+    "momentum, then none",
+]
+"""Cases that differ in kind."""
 MORE = Variant(more=True)
 REFUSED: dict[str, tuple[Variant, Variant, str]] = {
     "another dtype": (
@@ -302,7 +312,7 @@ def remarks(log: Path) -> list[str]:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", tried_each_time(IN_KIND, CASES))
 def test_a_run_is_resumed_with_another_task_as_in_plain_torch(tmp_path: Path, name: str) -> None:
     before, after, said, _ = CASES[name]
     log = tmp_path / "log"
@@ -318,7 +328,7 @@ def test_a_run_is_resumed_with_another_task_as_in_plain_torch(tmp_path: Path, na
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", tried_each_time([3], [1, 3]))
 def test_the_journal_has_what_differs_with_the_next_step_and_once(tmp_path: Path, workers: int) -> None:
     entries = resumed(f"{tmp_path}/run", Variant(frozen=True), MORE, tmp_path / "log", workers=workers).entries
     found = [(fields["step"], text) for kind, fields in entries if kind == "step" for text in fields.get("remarks", ())]
@@ -356,7 +366,7 @@ def test_it_is_refused_after_a_kill_too(tmp_path: Path, name: str) -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", tried_each_time([1], [1, 3]))
 def test_parameters_that_a_checkpoint_does_not_have_begin_as_in_a_new_run(tmp_path: Path, workers: int) -> None:
     log = tmp_path / "log"
     losses = begun_and_resumed(f"{tmp_path}/run", Variant(), MORE, log, workers=workers)

@@ -184,8 +184,8 @@ def test_changed_weights_give_the_same_microbatches_after_a_loss_when_resumed_an
     for ref in [ref for ref in refs if ref.step >= first]:
         shutil.rmtree(before / ref.prefix)
     fork(open_storage(str(url)), next(ref for ref in refs if ref.step >= first), open_storage(str(forked)))
-    for copy in (before, forked):
-        assert run(copy, stores, steps + 2, 2)[0] == later
+    for copy, workers in ((before, 2), (forked, 1)):
+        assert run(copy, stores, steps + 2, workers)[0] == later
         assert digests(copy.with_name(f"{copy.name} tells")) <= digests(tmp_path / "alone tells")
     assert decided(forked, "mixture_weights") == []  # the checkpoint has it
 
@@ -194,13 +194,13 @@ def test_a_run_keeps_its_packing_plans_and_is_refused_with_others_of_the_same_le
     tmp_path: Path, stores: Path
 ) -> None:
     url = tmp_path / "run"
-    run(url, stores, 2, 1)
+    run(url, stores, 1, 1)
     others = written(tmp_path / "others", first_token=7)
     assert len(mixture(others)) == len(mixture(stores))
     assert mixture(others).order_text == mixture(stores).order_text
     with pytest.raises(ConfigError, match="of the same length with other contents than the run began with"):
-        run(url, others, 4, 1)
-    assert run(url, stores, 4, 1)[0] == run(tmp_path / "whole", stores, 4, 1)[0]
+        run(url, others, 2, 1)
+    assert run(url, stores, 2, 1)[0] == run(tmp_path / "whole", stores, 2, 1)[0]
     (entry,) = decided(tmp_path / "whole", "data")
     assert entry["data_contents"] == mixture(stores).contents_digest
 
@@ -287,7 +287,7 @@ def test_going_back_to_before_the_change_undoes_it(tmp_path: Path, stores: Path)
     url, told = tmp_path / "run", tmp_path / "run tells"
     first = Listening(at_step(2), lambda driver: driver.set_mixture_weights(BY_HAND), before=held(told, 4))
     then = GoingBack(told, 6, to=2, before=9)
-    fingerprint, _ = run(url, stores, 11, 2, hold=[3, 4, 5, 9], listener=Both(first, then))
+    fingerprint, _ = run(url, stores, 11, 1, hold=[3, 4, 5, 9], listener=Both(first, then))
     (rewind,) = decided(url, "rewind")
     assert (rewind["to_step"], len(decided(url, "mixture_weights"))) == (2, 1)
     assert run(tmp_path / "plain", stores, 11, 1)[0] == fingerprint

@@ -240,9 +240,17 @@ def lose_on_disk(step: int) -> None:
     patches.replace(local_files, "_read_fully", failing)
 
 
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of two workers, with several checkpoints of three steps."""
+    return Path(write_run(tmp_path_factory.mktemp("of two"), steps=3, save_every=1))
+
+
 @pytest.mark.parametrize("kind", ["a flipped bit", "lost by the disk"])
-def test_damage_that_one_worker_finds_sends_all_to_the_checkpoint_before(tmp_path: Path, kind: str) -> None:
-    url = write_run(tmp_path, steps=3, save_every=1)
+def test_damage_that_one_worker_finds_sends_all_to_the_checkpoint_before(
+    tmp_path: Path, of_two: Path, kind: str
+) -> None:
+    url = str(shutil.copytree(of_two, tmp_path / "run"))
     refs = [ref.step for ref in list_checkpoints(open_storage(url)) if ref.complete]
     assert refs[-1] == 3
     prepare: dict[WorkerId, Callable[[], None]] = {}
@@ -250,7 +258,7 @@ def test_damage_that_one_worker_finds_sends_all_to_the_checkpoint_before(tmp_pat
         damage(url, 3)
     else:
         prepare[WorkerId(1)] = partial(lose_on_disk, 3)
-    state, listener = resume(url, 3, steps=4, prepare=prepare)
+    state, listener = resume(url, 2, steps=4, prepare=prepare)
     (skipped,) = listener.of("checkpoint_skipped")
     assert skipped["step"] == 3
     assert ".safetensors" in skipped["reason"]
@@ -268,7 +276,7 @@ def test_a_worker_lost_while_the_others_hand_out_what_they_read_costs_no_bit() -
 
 def test_workers_read_only_the_manifest_that_the_driver_verified(tmp_path: Path) -> None:
     key = SigningKey(b"a secret of the driver")
-    url = write_run(tmp_path, steps=2, save_every=1, key=key)
+    url = write_run(tmp_path, steps=2, save_every=1, workers=1, key=key)
     newest = newest_complete(open_storage(url), key=key).checkpoint
     assert newest is not None
     state, _ = resume(url, 2, steps=3, key=key)
@@ -306,7 +314,7 @@ def test_a_checkpoint_that_is_requested_and_fails_is_answered_with_the_reason(tm
     for step in range(1, 6):
         (tmp_path / f"fail{step}").touch()
     job, asked = small_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=6), []
-    state, _ = acting(job, 2, 2, lambda driver: asked.append(driver.checkpoint()))
+    state, _ = acting(job, 1, 2, lambda driver: asked.append(driver.checkpoint()))
     with pytest.raises(CheckpointError, match="no space left on device"):
         asked[0].result(0)
     assert fingerprint(state) == undisturbed(6).fingerprint
@@ -318,7 +326,7 @@ def test_a_run_that_stops_with_a_checkpoint_is_resumed_from_the_step_it_stopped_
     assert stopped.result_fingerprint is None
     assert stopped.checkpoint is not None
     assert stopped.checkpoint.step > 3
-    state, listener = resume(job.run_url, 3, steps=7)
+    state, listener = resume(job.run_url, 1, steps=7)
     assert listener.of("generation")[0]["step"] == stopped.checkpoint.step
     assert fingerprint(state) == undisturbed(7).fingerprint
 
@@ -367,7 +375,7 @@ def test_a_worker_that_is_requested_to_leave_stays_for_another_checkpoint_when_t
 def test_the_last_step_is_reported_before_its_checkpoint_waits_for_the_one_before(tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
     job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=4, save_every=3)
-    limits = make_limits(job, 2, progress_timeout_s=3.0)
+    limits = make_limits(job, 1, progress_timeout_s=3.0)
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 4)
     driver = make_driver(job, limits, listener)
     with ThreadPoolExecutor(1) as pool:
@@ -402,7 +410,7 @@ def test_a_run_that_must_end_soon_ends_in_time_though_its_storage_hangs(tmp_path
     job = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=10_000, save_every=2)
     storage = HangsInTheJournal(open_storage(job.run_url))
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 4)
-    driver = make_driver(job, make_limits(job, 2), listener, storage=storage)  # type: ignore[arg-type]  # has all methods
+    driver = make_driver(job, make_limits(job, 1), listener, storage=storage)  # type: ignore[arg-type]  # has all methods
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(driver.run)
         assert listener.reached.wait(WAIT_S)
@@ -422,7 +430,7 @@ def test_training_continues_while_the_journal_hangs_and_all_of_it_is_written_lat
     job = small_job(f"{tmp_path}/run", steps=6, save_every=1)
     storage = HangsInTheJournal(open_storage(job.run_url))
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 6)
-    driver = make_driver(job, make_limits(job, 2), listener, storage=storage)  # type: ignore[arg-type]  # has all methods
+    driver = make_driver(job, make_limits(job, 1), listener, storage=storage)  # type: ignore[arg-type]  # has all methods
     storage.hangs.set()
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(driver.run)
@@ -478,7 +486,7 @@ def test_a_driver_that_sleeps_through_a_takeover_commits_nothing_and_ends(tmp_pa
     with ThreadPoolExecutor(1) as pool:
         sleeping = pool.submit(sleeper.run)
         assert storage.reached.wait(WAIT_S)
-        state, _ = resume(job.run_url, 2, steps=4, take_over=True)
+        state, _ = resume(job.run_url, 1, steps=4, take_over=True)
         storage.may_go.set()
         with pytest.raises(RunOwnedElsewhere):
             sleeping.result(WAIT_S)

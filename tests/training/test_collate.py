@@ -110,7 +110,7 @@ def test_a_collate_that_masks_the_datasets_own_memory_ends_the_run_by_name() -> 
 
 def test_a_collate_may_mask_samples_that_are_made_for_each_read() -> None:
     outcomes = [
-        train(1, task=InPlace(), data=Copies(), microbatches=2, steps=3, engine=rs.EngineConfig(prefetch=prefetch))
+        train(1, task=InPlace(), data=Copies(), microbatches=2, steps=2, engine=rs.EngineConfig(prefetch=prefetch))
         for prefetch in (True, False)
     ]
     assert outcomes[0].bits == outcomes[1].bits

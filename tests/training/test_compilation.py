@@ -147,7 +147,7 @@ def test_each_length_is_compiled_by_itself_and_by_a_later_worker_before_it_joins
 
     assert any(compiling(drive(2)))
     assert (tmp_path / "made").read_text().splitlines() == ["one length"] * len(LENGTHS)
-    assert not any(compiling(drive(4)))
+    assert not any(compiling(drive(3)))
     assert (tmp_path / "made").read_text().splitlines() == ["one length"] * 2 * len(LENGTHS)
 
 
@@ -165,7 +165,7 @@ def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_o
 
     def drive(limit: int) -> str | None:
         engine = rs.EngineConfig(compile=True, max_compiled_shapes=limit)
-        job = make_job(url, steps=6, **(SETTINGS | {"engine": engine, "task": Saved(url)}))
+        job = make_job(url, steps=5, **(SETTINGS | {"engine": engine, "task": Saved(url)}))
         limits = make_limits(job, 1)
         driver = make_driver(job, limits, Collector(), keep=Keep(last=9), prepare={WorkerId(0): prepare})
         driver.restore()
@@ -176,7 +176,7 @@ def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_o
     ):
         drive(1)
     assert complete(url)
-    assert drive(4) == train(1, prepare=prepare, steps=6, **SETTINGS).fingerprint
+    assert drive(4) == train(1, prepare=prepare, steps=5, **SETTINGS).fingerprint
 
 
 def test_each_length_of_code_that_the_program_compiles_is_compiled_by_itself(tmp_path: Path) -> None:
@@ -187,13 +187,12 @@ def test_each_length_of_code_that_the_program_compiles_is_compiled_by_itself(tmp
 
 
 class Scaled(CompiledByHand):
-    """Its loss calls a compiled function with 40 numbers."""
+    """Its loss calls a compiled function with 34 numbers."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
         torch._dynamo.config.suppress_errors = True  # as some programs have it
-        assert self._made is not None
-        scaled = torch.compile(torch.mul, backend=partial(noting, self._made))
-        for number in range(2, 42):
+        scaled = torch.compile(torch.mul, backend="eager")
+        for number in range(2, 36):
             scaled(torch.ones(3), number)
         return super().loss(model, batch)
 

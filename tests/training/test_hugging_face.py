@@ -1,4 +1,5 @@
-"""Models of `from_pretrained` as tasks.md shows them: how often they are built, with which bits; generation."""
+"""Models of `from_pretrained` as tasks.md shows them: how often they are built, with which bits; generation; an
+iterable dataset of Hugging Face."""
 
 from __future__ import annotations
 
@@ -17,8 +18,14 @@ import torch
 import raysharded as rs
 from raysharded.checkpoint.interop import import_huggingface, place_of
 from raysharded.errors import InexactError
+from raysharded.ids import WorkerId
+from raysharded.report import load
+from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
+from tests.adapters.conftest import server_with
 from tests.docs.blocks import blocks, page
+from tests.training.harness import GptTask
+from tests.training.test_mixture_runs import TokenShards, source, trained as trained_on
 
 transformers = pytest.importorskip("transformers")
 pytestmark = pytest.mark.procs
@@ -58,12 +65,13 @@ class EndsEarly(FromFolder):
 VOCABULARY = 67
 
 
-class Text:
-    def __len__(self) -> int:
-        return 64
+TEXTS = [np.random.default_rng(index).integers(0, VOCABULARY, 9) for index in range(64)]
 
-    def __getitem__(self, index: int) -> Any:
-        return np.random.default_rng(index).integers(0, VOCABULARY, 9)
+
+@pytest.fixture(scope="module", autouse=True)
+def _server_with_transformers() -> Iterator[None]:
+    with server_with("tests.corpus.preloaded", "datasets"):
+        yield
 
 
 @pytest.fixture
@@ -93,11 +101,11 @@ def trained(task: rs.Task, folder: Path, name: str, workers: int, *, evaluates: 
     return fit(
         rs.ElasticTrainer(
             task=task,
-            data=Text(),
+            data=TEXTS,
             batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
             scaling=rs.ScalingConfig(num_workers=workers),
             run=rs.RunConfig(name=name, storage_path=str(folder / "runs"), max_steps=2, **run),
-            evaluation=rs.EvalConfig(data=Text(), every_steps=1, num_samples=8) if evaluates else None,
+            evaluation=rs.EvalConfig(data=TEXTS, every_steps=1, num_samples=8) if evaluates else None,
         )
     )
 
@@ -107,7 +115,7 @@ def test_from_pretrained_begins_with_its_weights_at_every_size_as_an_import_does
 ) -> None:
     one, two = (trained(module.Counted(model), tmp_path, f"on-{workers}", workers) for workers in (1, 2))
     import_huggingface(place_of(model), place_of(str(tmp_path / "base")))
-    given = trained(module.FromConfig(model), tmp_path, "imported", 2, start_from=str(tmp_path / "base"))
+    given = trained(module.FromConfig(model), tmp_path, "imported", 1, start_from=str(tmp_path / "base"))
     drawn = trained(module.FromConfig(model), tmp_path, "drawn", 1)
     assert one.fingerprint == two.fingerprint == given.fingerprint != drawn.fingerprint
     builds: dict[str, list[str]] = {}
@@ -128,4 +136,31 @@ def test_an_evaluation_samples_the_same_text_at_every_size(tmp_path: Path, modul
 
 def test_a_text_that_ends_before_others_is_refused(tmp_path: Path, module: ModuleType, model: str) -> None:
     with pytest.raises(InexactError, match=r"forward of the evaluation after step 1, microbatch \d comes to"):
-        trained(module.EndsEarly(model), tmp_path, "early", 2, evaluates=True)
+        trained(module.EndsEarly(model), tmp_path, "early", 1, evaluates=True)
+
+
+class RowTask(GptTask):
+    """Trains on rows that are lists or arrays, or dicts with one."""
+
+    def collate(self, samples: list[Any]) -> Any:
+        return torch.tensor(np.stack([one["tokens"] if isinstance(one, dict) else one for one in samples]))
+
+
+def test_an_iterable_dataset_of_hugging_face_trains_the_bits_of_its_rows_when_a_worker_is_killed(
+    tmp_path: Path,
+) -> None:
+    """The second epoch begins in the step of the loss."""
+    datasets = pytest.importorskip("datasets")
+    rows, steps = source(4, 3 * 11), 4
+    plain = rs.Stream(TokenShards([rows[:11], rows[11:22], rows[22:]]), states=tmp_path / "states of one", every=5)
+    undisturbed, alone = trained_on(f"{tmp_path}/alone", steps, workers=1, data=plain, task=RowTask())
+    given = datasets.Dataset.from_dict({"tokens": [row.tolist() for row in rows]}).to_iterable_dataset(num_shards=3)
+    fault = Fault(worker=WorkerId(1), step=3, phase="backward")
+    plan = FaultPlan(faults=(fault,), folder=str(tmp_path))
+    streamed = rs.Stream(given, states=tmp_path / "states", every=5)
+    state, some = trained_on(f"{tmp_path}/run", steps, workers=2, data=streamed, plan=plan, task=RowTask())
+    assert plan.fired(fault)
+    assert state.result_fingerprint == undisturbed.result_fingerprint
+    assert repr(sorted(some.numbers.items())) == repr(sorted(alone.numbers.items()))
+    assert load(f"{tmp_path}/run").ok
+    assert len(list((tmp_path / "states").rglob("*.json"))) >= 3

@@ -84,7 +84,8 @@ class Diffusion(rs.Task):
 
 def trained(workers: int, cast: Any, *, as_integers: bool = False, **settings: Any) -> Outcome:
     engine = rs.EngineConfig(param_dtype="bfloat16", cast_inputs=cast, **settings.pop("engine", {}))
-    data = Steps(as_integers=as_integers)
+    made = Steps(as_integers=as_integers)
+    data = [made[index] for index in range(len(made))]
     return train(workers, task=Diffusion(), data=data, microbatches=3, steps=2, engine=engine, **settings)
 
 
@@ -127,7 +128,7 @@ def test_the_ways_out_let_times_arrive_as_they_were_given(
     table = outcome.numbers[0]["metrics"]["table"]
     assert (table == pytest.approx(0.4, rel=1e-7)) == (cast == "none")
     assert [line[: len(TABLE)] for line in remarks(tmp_path / "log")] == said
-    assert trained(3, cast, as_integers=as_integers).bits == outcome.bits
+    assert trained(2, cast, as_integers=as_integers).bits == outcome.bits
 
 
 @pytest.mark.parametrize(

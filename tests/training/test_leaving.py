@@ -250,20 +250,6 @@ def test_a_notice_for_a_machine_reaches_all_its_workers_at_once(tmp_path: Path) 
     assert len({fields["step"] for fields in seen.of("worker_leaving")}) == 1
 
 
-def test_a_spare_takes_the_place_of_a_lost_worker_at_once_and_another_spare_is_started(tmp_path: Path) -> None:
-    job = a_job(tmp_path)
-
-    def act(driver: Driver, seen: Seen) -> None:
-        seen.wait(lambda s: len(s.of("worker_ready")) == 4)
-        os.kill(driver.state.facts[driver.state.members[1]].pid, signal.SIGKILL)
-        seen.wait(lambda s: s.of("recovery"))
-        seen.wait(lambda s: len(s.of("worker_ready")) == 5)
-
-    _, seen = drive(job, make_limits(job, 3, min_workers=1, max_worker_losses=1, spares=1), act)
-    assert [len(members) for members in seen.memberships] == [3, 3]
-    assert seen.first("recovery")["workers_after"] == 3
-
-
 def note_buffers(folder: str) -> None:
     """In a worker's process: list the complete buffers when older layouts are dropped, before it and after it."""
     drop = ShardStore.drop_other_layouts
@@ -280,23 +266,41 @@ def note_buffers(folder: str) -> None:
     setattr(ShardStore, "drop_other_layouts", dropping)  # noqa: B010 - in this process alone
 
 
-def test_survivors_keep_the_memory_of_their_buffers_when_a_spare_takes_the_lost_place(tmp_path: Path) -> None:
-    job, pids = a_job(tmp_path), dict[int, int]()
+Spared = tuple[Seen, Path, dict[int, int]]
+
+
+@pytest.fixture(scope="module")
+def spared(tmp_path_factory: pytest.TempPathFactory) -> Spared:
+    """A run of three in which a spare took a lost place, its folder, and the processes of the first workers."""
+    folder = tmp_path_factory.mktemp("spared")
+    job, pids = a_job(folder), dict[int, int]()
 
     def act(driver: Driver, seen: Seen) -> None:
         seen.wait(lambda s: len(s.of("worker_ready")) == 4)
         pids.update({worker: driver.state.facts[worker].pid for worker in driver.state.members})
         os.kill(pids[driver.state.members[1]], signal.SIGKILL)
         seen.wait(lambda s: s.of("recovery"))
+        seen.wait(lambda s: len(s.of("worker_ready")) == 5)  # another spare is started
 
-    prepare = {WorkerId(worker): partial(note_buffers, str(tmp_path)) for worker in range(5)}
+    prepare = {WorkerId(worker): partial(note_buffers, str(folder)) for worker in range(5)}
     _, seen = drive(job, make_limits(job, 3, min_workers=1, max_worker_losses=1, spares=1), act, prepare)
+    return seen, folder, pids
+
+
+def test_a_spare_takes_the_place_of_a_lost_worker_at_once_and_another_spare_is_started(spared: Spared) -> None:
+    seen, *_ = spared
+    assert [len(members) for members in seen.memberships] == [3, 3]
+    assert seen.first("recovery")["workers_after"] == 3
+
+
+def test_survivors_keep_the_memory_of_their_buffers_when_a_spare_takes_the_lost_place(spared: Spared) -> None:
+    seen, folder, pids = spared
     first, second = (fields["members"] for fields in seen.of("generation"))
     lost, kept = first[1], dict[int, set[str]]()
     assert [now for now, before in zip(second, first, strict=True) if now == before] == [first[0], first[2]]
     for worker in first:
         if worker != lost:
-            lines = Path(tmp_path, f"buffers{pids[worker]}").read_text().splitlines()
+            lines = Path(folder, f"buffers{pids[worker]}").read_text().splitlines()
             (dropped,) = (line for line in map(json.loads, lines) if line["layout"] == 2)
             places = {(medium, step): place for medium, step, layout, place in dropped["before"] if layout == 1}
             kept[worker] = {

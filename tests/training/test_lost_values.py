@@ -181,7 +181,7 @@ def test_a_resumed_run_whose_model_has_the_value_elsewhere_continues_with_the_sa
 def test_it_is_refused_on_all_workers_and_after_a_kill(tmp_path: Path) -> None:
     before, after, said = LOST["a buffer, persistent no more"]
     with pytest.raises(CheckpointError, match=said):
-        begun_and_resumed(tmp_path, before, after, workers=3)
+        begun_and_resumed(tmp_path, before, after, workers=2)
     again = tmp_path / "killed"
     again.mkdir()
     with pytest.raises(CheckpointError, match=said):

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import raysharded as rs
 from raysharded.checkpoint import newest_complete, open_storage
@@ -20,7 +19,7 @@ from raysharded.errors import ConfigError, DataError, InexactError
 from raysharded.ids import WorkerId
 from raysharded.report import load
 from raysharded.testing import Fault, FaultPlan
-from tests.training.harness import SEQUENCE, VOCABULARY, Collector, GptTask, make_driver, make_job, make_limits
+from tests.training.harness import SEQUENCE, VOCABULARY, Collector, make_driver, make_job, make_limits
 
 MICROBATCHES = 7
 BATCH = 2 * MICROBATCHES
@@ -31,16 +30,16 @@ CHANGES: list[tuple[int, dict[str, float]]] = [
 ]
 
 
-def _source(seed: int, number: int) -> list[Any]:
+def source(seed: int, number: int) -> list[Any]:
     return list(np.random.default_rng(seed).integers(0, VOCABULARY, (number, SEQUENCE + 1)))
 
 
 def _mixture(changes: Sequence[tuple[int, dict[str, float]]] = CHANGES, **settings: Any) -> rs.Mixture:
-    sources = {"web": _source(1, 40), "books": _source(2, 9), "code": _source(3, 5)}
+    sources = {"web": source(1, 40), "books": source(2, 9), "code": source(3, 5)}
     return rs.Mixture(sources, changes, seed=8, **settings)
 
 
-def _trained(
+def trained(
     url: str, steps: int, *, workers: int, data: Any = None, plan: FaultPlan | None = None, task: rs.Task | None = None
 ) -> tuple[State, Collector]:
     job = make_job(url, task=task, steps=steps, microbatches=MICROBATCHES, data=data or _mixture(), faults=plan)
@@ -54,7 +53,7 @@ def _trained(
 
 @pytest.mark.long
 def test_four_three_seven_and_one_workers_with_losses_read_the_same_samples_as_one(tmp_path: Any) -> None:
-    undisturbed, alone = _trained(f"{tmp_path}/alone", 8, workers=1)
+    undisturbed, alone = trained(f"{tmp_path}/alone", 8, workers=1)
     url, state = f"{tmp_path}/run", None
     numbers: dict[int, Any] = {}
     for workers, last in ((4, 2), (3, 4), (7, 6), (1, 8)):
@@ -63,7 +62,7 @@ def test_four_three_seven_and_one_workers_with_losses_read_the_same_samples_as_o
             fault = Fault(worker=WorkerId(1), step=last, phase="backward")
             plan = FaultPlan(faults=(fault,), folder=str(tmp_path / f"faults-{workers}"))
             (tmp_path / f"faults-{workers}").mkdir()
-        state, some = _trained(url, last, workers=workers, plan=plan)
+        state, some = trained(url, last, workers=workers, plan=plan)
         assert plan is None or all(plan.fired(fault) for fault in plan.faults)
         numbers |= some.numbers
     assert state is not None
@@ -81,11 +80,11 @@ def test_four_three_seven_and_one_workers_with_losses_read_the_same_samples_as_o
     assert newest.manifest.metadata["blocks"] == [-_mixture().order_digest, BATCH]
 
     with pytest.raises(ConfigError, match="finds another order of samples than the run began with"):
-        _trained(url, 9, workers=1, data=_mixture([(0, {"web": 1})]))
+        trained(url, 9, workers=1, data=_mixture([(0, {"web": 1})]))
 
 
 def test_other_weights_train_other_samples(tmp_path: Any) -> None:
-    runs = [_trained(f"{tmp_path}/{workers}", 3, workers=workers, data=data)[1].numbers for workers, data in _two()]
+    runs = [trained(f"{tmp_path}/{workers}", 3, workers=workers, data=data)[1].numbers for workers, data in _two()]
     losses = [[numbers[step]["loss"] for step in (1, 2, 3)] for numbers in runs]
     assert losses[0][:2] == losses[1][:2], "the weights are the same up to there"
     assert losses[0][2] != losses[1][2]
@@ -117,7 +116,7 @@ class Unsteady:
 
 
 def test_an_unsteady_source_of_small_weight_is_named_before_the_first_step(tmp_path: Any) -> None:
-    data = rs.Mixture({"web": _source(1, 40), "rare": Unsteady()}, {"web": 0.99, "rare": 0.01}, seed=8)
+    data = rs.Mixture({"web": source(1, 40), "rare": Unsteady()}, {"web": 0.99, "rare": 0.01}, seed=8)
     first = next(position for position in itertools.count() if data.origin(position)[0] == "rare")
     assert first >= BATCH, "the run does not read it"
     listener = Collector()
@@ -131,7 +130,7 @@ class TokenShards:
     """Shards of samples that draw nothing and restart at their state."""
 
     def __init__(self, shards: Sequence[list[Any]] = ()) -> None:
-        self.shards = list(shards) or [_source(shard, 9 + shard) for shard in range(4)]
+        self.shards = list(shards) or [source(shard, 9 + shard) for shard in range(4)]
         self.num_shards = len(self.shards)
 
     def open_shard(self, shard: int, epoch: int) -> Any:
@@ -158,40 +157,15 @@ def test_a_stream_trains_the_same_bits_with_a_loss_and_when_resumed(tmp_path: An
     def stream(name: str) -> rs.Stream:
         return rs.Stream(TokenShards(), states=tmp_path / name, every=5)
 
-    undisturbed, alone = _trained(f"{tmp_path}/alone", 6, workers=1, data=stream("states of one"))
+    undisturbed, alone = trained(f"{tmp_path}/alone", 6, workers=1, data=stream("states of one"))
     fault = Fault(worker=WorkerId(1), step=3, phase="backward")
     (tmp_path / "faults").mkdir()
     plan = FaultPlan(faults=(fault,), folder=str(tmp_path / "faults"))
-    _, some = _trained(f"{tmp_path}/run", 4, workers=2, data=stream("states"), plan=plan)
+    _, some = trained(f"{tmp_path}/run", 4, workers=2, data=stream("states"), plan=plan)
     assert plan.fired(fault)
-    state, more = _trained(f"{tmp_path}/run", 6, workers=1, data=stream("states"))
+    state, more = trained(f"{tmp_path}/run", 6, workers=1, data=stream("states"))
     assert state.result_fingerprint == undisturbed.result_fingerprint
     assert repr(sorted((some.numbers | more.numbers).items())) == repr(sorted(alone.numbers.items()))
     assert load(f"{tmp_path}/run").ok
     with pytest.raises(ConfigError, match="finds another order of samples than the run began with"):
-        _trained(f"{tmp_path}/run", 7, workers=1, data=rs.Stream(_Shard(_source(1, 5))))
-
-
-class RowTask(GptTask):
-    """Trains on rows that are lists or arrays, or dicts with one."""
-
-    def collate(self, samples: list[Any]) -> Any:
-        return torch.tensor(np.stack([one["tokens"] if isinstance(one, dict) else one for one in samples]))
-
-
-def test_an_iterable_dataset_of_hugging_face_trains_the_bits_of_its_rows_when_a_worker_is_killed(tmp_path: Any) -> None:
-    """The second epoch begins in the step of the loss. Each process that reads imports `datasets`: some seconds."""
-    datasets = pytest.importorskip("datasets")
-    rows, steps = _source(4, 3 * 11), 4
-    plain = rs.Stream(TokenShards([rows[:11], rows[11:22], rows[22:]]), states=tmp_path / "states of one", every=5)
-    undisturbed, alone = _trained(f"{tmp_path}/alone", steps, workers=1, data=plain, task=RowTask())
-    given = datasets.Dataset.from_dict({"tokens": [row.tolist() for row in rows]}).to_iterable_dataset(num_shards=3)
-    fault = Fault(worker=WorkerId(1), step=3, phase="backward")
-    plan = FaultPlan(faults=(fault,), folder=str(tmp_path))
-    streamed = rs.Stream(given, states=tmp_path / "states", every=5)
-    state, some = _trained(f"{tmp_path}/run", steps, workers=2, data=streamed, plan=plan, task=RowTask())
-    assert plan.fired(fault)
-    assert state.result_fingerprint == undisturbed.result_fingerprint
-    assert repr(sorted(some.numbers.items())) == repr(sorted(alone.numbers.items()))
-    assert load(f"{tmp_path}/run").ok
-    assert len(list((tmp_path / "states").rglob("*.json"))) >= 3
+        trained(f"{tmp_path}/run", 7, workers=1, data=rs.Stream(_Shard(source(1, 5))))

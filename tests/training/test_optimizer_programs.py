@@ -22,6 +22,7 @@ from raysharded.actors.optimizer.learning_rate import schedule_item
 from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.errors import InexactError, TaskError
 from tests.actors.optimizer.test_shard_optimizer import Line, shard_optimizer
+from tests.cases import tried_each_time
 from tests.training.harness import GptTask, Outcome, train
 
 Clip = Callable[[Optimizer], object]
@@ -56,12 +57,11 @@ class Made(GptTask):
 
 
 def outcomes(make: Callable[[nn.Module], Optimizer]) -> Iterator[Outcome]:
-    """At 1 worker, at 3, and at 3 with a kill and a replacement."""
+    """At 1 worker, and at 3 of which one is killed in the second step and replaced."""
     task = Made(make)
-    run = functools.partial(train, task=task, microbatches=4, steps=4)
+    run = functools.partial(train, task=task, microbatches=4, steps=3)
     yield run(1)
-    yield run(3)
-    yield run(3, kills=[(1, 3, "backward")])
+    yield run(3, kills=[(1, 2, "backward")])
 
 
 # -- step hooks --
@@ -88,7 +88,7 @@ def clipped_by_its_model(model: nn.Module) -> Optimizer:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", tried_each_time([1], [1, 3]))
 def test_a_hook_that_clips_the_models_gradients_is_refused_when_it_does(workers: int) -> None:
     with pytest.raises(InexactError, match=r"clip_by\.clip .* of AdamW changed gradients in step 1: .*max_grad_norm"):
         train(workers, task=Made(clipped_by_its_model), steps=1, microbatches=3)
@@ -408,11 +408,11 @@ HOLDS: dict[Callable[[nn.Module], Optimizer], str] = {
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("make", [clamped_by_keys, clamped_by_attributes])
+@pytest.mark.parametrize("make", tried_each_time([clamped_by_keys], [clamped_by_keys, clamped_by_attributes]))
 def test_a_hook_that_holds_parameters_changes_those_of_every_generation(make: Callable[[nn.Module], Optimizer]) -> None:
-    alone, three, lost = outcomes(make)
-    assert alone.numbers == three.numbers == lost.numbers
-    assert alone.fingerprint == three.fingerprint == lost.fingerprint
+    alone, lost = outcomes(make)
+    assert alone.numbers == lost.numbers
+    assert alone.fingerprint == lost.fingerprint
 
 
 @pytest.mark.parametrize(
@@ -580,21 +580,17 @@ def followed(model: nn.Module) -> Optimizer:
     return Followed(AdamW(model.parameters(), lr=1e-2))
 
 
+INSIDE: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "groups": functools.partial(several, copies=False),
+    "copies": functools.partial(several, copies=True),
+    "followed": followed,
+}
+
+
 @pytest.mark.procs
-@pytest.mark.parametrize(
-    "make",
-    [
-        functools.partial(several, copies=False),
-        functools.partial(several, copies=True),
-        followed,
-    ],
-    ids=["groups", "copies", "followed"],
-)
-def test_optimizers_inside_an_optimizer_are_equal_and_keep_their_momentum(
-    make: Callable[[nn.Module], Optimizer],
-) -> None:
-    alone, three, lost = outcomes(make)
-    assert three.bits == alone.bits
+@pytest.mark.parametrize("kind", tried_each_time(["copies", "followed"], INSIDE))
+def test_optimizers_inside_an_optimizer_are_equal_and_keep_their_momentum(kind: str) -> None:
+    alone, lost = outcomes(INSIDE[kind])
     assert lost.bits == alone.bits
 
 
@@ -725,7 +721,11 @@ class AssigningTask(GptTask):
         return Assigning(model.parameters(), assigns=self._assigns)
 
 
+@functools.cache
+def in_place() -> Outcome:
+    return train(1, task=AssigningTask(assigns=False), steps=2)
+
+
 @pytest.mark.parametrize("workers", [1, 3])
 def test_an_optimizer_that_assigns_trains_as_one_that_writes_in_place(workers: int) -> None:
-    plain = train(workers, task=AssigningTask(assigns=False))
-    assert train(workers, task=AssigningTask(assigns=True)).bits == plain.bits
+    assert train(workers, task=AssigningTask(assigns=True), steps=2).bits == in_place().bits

@@ -166,8 +166,8 @@ def test_another_learning_rate_gives_the_same_bits_at_any_size_after_a_loss_and_
         shutil.rmtree(before / ref.prefix)
     newer = next(ref for ref in refs if first <= ref.step < STEPS)
     fork(open_storage(str(url)), newer, open_storage(str(forked)))
-    for copy, resumed_at in ((before, first - 1), (forked, newer.step)):
-        fingerprint, listener_ = run(copy, 2, steps=STEPS + 2)
+    for copy, resumed_at, workers in ((before, first - 1, 2), (forked, newer.step, 1)):
+        fingerprint, listener_ = run(copy, workers, steps=STEPS + 2)
         assert min(listener_.numbers) - 1 <= resumed_at
         assert fingerprint == expected
     assert decided(forked, "learning_rate") == []  # the checkpoint has it
@@ -210,7 +210,7 @@ def test_a_run_that_went_back_has_the_bits_of_one_that_never_went_past(tmp_path:
 def test_the_data_read_since_is_passed_over_if_that_is_wanted(tmp_path: Path) -> None:
     url = tmp_path / "run"
     at = Listening(at_checkpoint(4), lambda driver: driver.rewind(2, skip_data=True), before=held(url, 5))
-    fingerprint, _ = run(url, 2, hold=[5], listener=at)
+    fingerprint, _ = run(url, 1, hold=[5], listener=at)
     (rewind,) = decided(url, "rewind")
     assert rewind["skips"] == [[2, (rewind["step"] - 2) * BATCH]]
     assert fingerprint != undisturbed(())
@@ -242,11 +242,11 @@ def test_a_driver_that_dies_on_the_way_back_has_gone_back_or_not(
 
     listener = Listening(at_checkpoint(4), back, before=held(url, 5))
     with pytest.raises(Died):
-        run(url, 2, hold=[5], listener=listener)
+        run(url, 1, hold=[5], listener=listener)
     assert bool(decided(url, "rewind")) == (before != "it is on record")
     there = max(ref.step for ref in list_checkpoints(open_storage(str(url))) if ref.complete)
     assert there >= 4
-    fingerprint, then = run(url, 3)
+    fingerprint, then = run(url, 2)
     (started,) = [fields for kind, fields in then.entries if kind == "started"]
     assert started["resumed_after_step"] == (2 if decided(url, "rewind") else there)
     assert fingerprint == undisturbed(())

@@ -195,7 +195,7 @@ class LeavingDtype(Leaving):
 @pytest.mark.procs
 def test_under_the_first_number_of_the_rule_they_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(numerics, "newest", lambda: numerics.kept(""))
-    found = trained(3, LeavingDtype(), kills=[(1, 2, "backward")])
+    found = trained(2, LeavingDtype(), steps=2, kills=[(1, 2, "backward")])
     assert {numbers["metrics"]["itemsize"] for numbers in found.numbers} == {8.0}
     assert {numbers["metrics"]["computed in"] for numbers in found.numbers} == {8.0}
 

@@ -16,7 +16,7 @@ from torch import nn
 import raysharded as rs
 from raysharded.errors import InexactError, NonFiniteLoss, TaskError
 from tests.cases import tried_each_time
-from tests.training.harness import VOCABULARY, Gpt, GptTask, Tokens, train
+from tests.training.harness import VOCABULARY, Gpt, GptTask, Tokens, samples, train
 
 pytestmark = pytest.mark.procs
 ID_OF_STEP_2 = 288
@@ -55,8 +55,8 @@ class SkippingTask(GptTask):
 @pytest.mark.parametrize(
     ("workers", "accumulation", "skipped"),
     tried_each_time(
-        [(1, "sharded", 0), (3, "sharded", 2), (3, "local", 0)],
-        [(1, "sharded", 0), (2, "sharded", 0), (3, "sharded", 2), (3, "local", 0)],
+        [(1, "sharded", 0), (3, "sharded", 2), (2, "local", 0)],
+        [(1, "sharded", 0), (2, "sharded", 0), (3, "sharded", 2), (2, "local", 0), (3, "local", 0)],
     ),
 )
 def test_a_block_that_some_microbatches_skip_is_refused(workers: int, accumulation: Any, skipped: int) -> None:
@@ -102,7 +102,7 @@ class TwicePerhaps(GptTask):
     ),
 )
 def test_a_model_that_some_microbatches_call_more_often_is_refused(calls: str, where: str, workers: int) -> None:
-    evaluation = rs.EvalConfig(data=Tokens(16), every_steps=1, num_samples=16)
+    evaluation = rs.EvalConfig(data=samples()[:16], every_steps=1, num_samples=16)
     with pytest.raises(
         InexactError, match=rf"the forward of {where}, .* comes to (its end|unit the root) where another"
     ):
@@ -130,7 +130,7 @@ class Repeating(GptTask):
 
 
 def test_what_all_microbatches_of_a_kind_do_alike_trains_exactly() -> None:
-    evaluation = rs.EvalConfig(data=Tokens(10), every_steps=1, num_samples=10)
+    evaluation = rs.EvalConfig(data=samples()[:10], every_steps=1, num_samples=10)
     assert_same_bits(task=Repeating(), evaluation=evaluation)
 
 
@@ -181,7 +181,7 @@ class Looping(GptTask):
         return Looped()
 
 
-@pytest.mark.parametrize("workers", tried_each_time([2], [1, 2]))
+@pytest.mark.parametrize("workers", tried_each_time([1], [1, 2]))
 def test_a_unit_that_a_forward_uses_several_times_is_refused_with_the_way_out(workers: int) -> None:
     with pytest.raises(InexactError, match=r"unit blocks\.0: its gradients came twice .*Task\.wrap"):
         train(workers, task=Looping())
@@ -212,7 +212,7 @@ class Counter(GptTask):
 @pytest.mark.parametrize("kind", ["persistent", "not persistent"])
 def test_a_buffer_that_forward_changes_is_refused_by_name(kind: str) -> None:
     with pytest.raises(InexactError, match=r"buffer 'calls' changed during forward"):
-        train(2, task=Counter(kind))
+        train(2 if kind == "persistent" else 1, task=Counter(kind))
 
 
 class Averaging(GptTask):
@@ -248,9 +248,9 @@ class Averaging(GptTask):
 
 @pytest.mark.parametrize("how", ["through .data", "batch-norm", "in evaluation"])
 def test_a_buffer_that_is_changed_behind_torchs_back_is_refused_by_name(how: str) -> None:
-    held_out = rs.EvalConfig(data=Tokens(), every_steps=2, num_samples=4) if how == "in evaluation" else None
+    held_out = rs.EvalConfig(data=samples(), every_steps=2, num_samples=4) if how == "in evaluation" else None
     with pytest.raises(InexactError, match=r"buffer 'mean' changed during forward"):
-        train(2, task=Averaging(how), evaluation=held_out)
+        train(2 if how == "batch-norm" else 1, task=Averaging(how), evaluation=held_out)
 
 
 class Diverging(GptTask):
@@ -271,7 +271,7 @@ class Diverging(GptTask):
 @pytest.mark.parametrize(("in_gradient", "what"), [(False, "the loss is nan"), (True, "the gradient is not finite")])
 def test_a_loss_or_gradient_that_is_not_finite_names_the_step_and_the_microbatch(in_gradient: bool, what: str) -> None:
     with pytest.raises(NonFiniteLoss, match=rf"^step 2: {what} \(microbatch 3\)"):
-        train(2, task=Diverging(in_gradient))
+        train(2, task=Diverging(in_gradient), steps=2)
 
 
 class Raising(GptTask):
@@ -327,7 +327,7 @@ BUGS = {
 )
 def test_a_bug_in_the_task_ends_the_run_with_what_it_did(where: str) -> None:
     with pytest.raises(TaskError, match=BUGS[where]) as caught:
-        train(1 if where in ("kind", "shape", "weight", "interrupt") else 2, task=Raising(where))
+        train(2 if where in ("loss", "exit", "metrics") else 1, task=Raising(where))
     if where == "loss":
         assert "_stumble" in caught.value.user_traceback
         assert 'raise LookupError("no such token")' in caught.value.user_traceback
@@ -366,7 +366,7 @@ class OwnMetrics(GptTask):
         return rs.Loss(loss.total, loss.weight, dict.fromkeys(names, (1.0, 1.0)))
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", tried_each_time([1, 2], [1, 2, 3]))
 def test_metrics_that_differ_between_workers_are_refused(workers: int) -> None:
     with pytest.raises(TaskError, match=r"other metrics on this worker|different metric names"):
         train(workers, task=OwnMetrics(), microbatches=2)

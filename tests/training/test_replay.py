@@ -22,7 +22,7 @@ from raysharded.protocol.worker_launcher import WorkerLost
 from raysharded.report import load as load_report
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
-from tests.training.harness import Collector, GptTask, Tokens, make_driver, make_job, make_limits
+from tests.training.harness import Collector, GptTask, Tokens, make_driver, make_job, make_limits, samples
 from tests.training.test_non_finite import Diverging, first_sample_of
 
 pytestmark = pytest.mark.procs
@@ -104,7 +104,7 @@ def test_an_audit_that_finds_wrong_numbers_is_replayed(tmp_path: Path) -> None:
 def test_going_back_because_of_a_number_that_is_not_finite_is_replayed(tmp_path: Path) -> None:
     task = Diverging([first_sample_of(4)])
     job = make_job(f"{tmp_path}/run", task=task, microbatches=4, steps=6, save_every=2, on_non_finite="rewind")
-    listener = drive(job, 2)
+    listener = drive(job, 1)
     assert "rewind" in dict(listener.entries)
     replayed(job)
 
@@ -119,8 +119,8 @@ class Slow(Tokens):
 
 def test_each_driver_of_a_run_that_was_stopped_and_resumed_is_replayed(tmp_path: Path) -> None:
     job = make_job(f"{tmp_path}/run", data=Slow(), microbatches=4, steps=8)
-    drive(job, 3, stop_at=4)
-    drive(job, 2, resumed=True)
+    drive(job, 2, stop_at=4)
+    drive(job, 1, resumed=True)
     first, second = load(job.run_url)
     assert (first.differences, second.differences) == ((), ())
     resumed = second.moments[0].state
@@ -142,10 +142,10 @@ def test_a_run_that_ends_with_an_error_ends_with_it_again(tmp_path: Path) -> Non
 def make_trainer(folder: Path, *, record_events: bool) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
         task=GptTask(),
-        data=Tokens(),
+        data=samples(),
         batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2, seed=5),
-        scaling=rs.ScalingConfig(num_workers=2),
-        run=rs.RunConfig(name="run", storage_path=str(folder), max_steps=3, record_events=record_events),
+        scaling=rs.ScalingConfig(num_workers=1),
+        run=rs.RunConfig(name="run", storage_path=str(folder), max_steps=2, record_events=record_events),
     )
 
 

@@ -14,10 +14,11 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.errors import TaskError
+from tests.cases import tried_each_time
 from tests.training.harness import GptTask, Outcome, samples, train
 
 pytestmark = pytest.mark.procs
-STEPS, MICROBATCHES = 4, 8
+STEPS, MICROBATCHES = 3, 8
 
 
 class Fails(GptTask):
@@ -53,7 +54,11 @@ def pids(folder: Path, name: str) -> set[int]:
     return {int(found.name.removeprefix(f"{name}-")) for found in folder.glob(f"{name}-*")}
 
 
-@pytest.mark.parametrize("settings", [{}, {"shards": 2}, {"engine": rs.EngineConfig(accumulation="local")}])
+IN_GROUPS: dict[str, object] = {"shards": 2}
+SETTINGS: list[dict[str, object]] = [{}, IN_GROUPS, {"engine": rs.EngineConfig(accumulation="local")}]
+
+
+@pytest.mark.parametrize("settings", tried_each_time([IN_GROUPS], SETTINGS))
 def test_the_retry_runs_on_another_worker_with_the_same_bits_and_the_error_is_on_record(
     settings: dict[str, object], tmp_path: Path
 ) -> None:

@@ -39,7 +39,7 @@ def assert_same_bits_at(workers: Iterable[int], **settings: Any) -> Outcome:
     return expected
 
 
-@pytest.mark.parametrize("workers", tried_each_time([2, 5], [2, 3, 4, 5, 7]))
+@pytest.mark.parametrize("workers", tried_each_time([5], [2, 3, 4, 5, 7]))
 def test_losses_norms_metrics_and_state_are_the_same_at_every_size(workers: int) -> None:
     outcome = train(workers)
     assert outcome.bits == reference().bits
@@ -50,9 +50,14 @@ def test_microbatches_that_do_not_divide_by_the_workers() -> None:
     assert_same_bits_at([3], microbatches=5, steps=2)
 
 
-@pytest.mark.parametrize("accumulation", tried_each_time(["local"], ["sharded", "local"]))
+@pytest.mark.parametrize("accumulation", tried_each_time(["sharded"], ["sharded", "local"]))
 def test_fewer_microbatches_than_workers(accumulation: Any) -> None:
-    assert_same_bits_at([4], microbatches=2, steps=2, engine=rs.EngineConfig(accumulation=accumulation))
+    assert_same_bits_at(
+        [4 if accumulation == "local" else 3],
+        microbatches=2,
+        steps=2,
+        engine=rs.EngineConfig(accumulation=accumulation),
+    )
 
 
 class Contrasting(GptTask):
@@ -83,7 +88,7 @@ def test_recomputing_activations_changes_no_bit_and_draws_the_same_dropout(worke
 
 def test_keeping_gathered_parameters_and_reading_in_the_foreground_change_no_bit() -> None:
     engine = rs.EngineConfig(reshard_after_forward=False, prefetch=False, mirrors=False)
-    assert train(3, engine=engine).bits == reference().bits
+    assert train(2, engine=engine).bits == reference().bits
 
 
 class FirstGathered(GptTask):
@@ -94,7 +99,7 @@ class FirstGathered(GptTask):
 
 
 def test_units_that_stay_gathered_until_backward_change_no_bit() -> None:
-    assert train(3, task=FirstGathered()).bits == reference().bits
+    assert train(2, task=FirstGathered()).bits == reference().bits
 
 
 class Whole(GptTask):
@@ -204,7 +209,7 @@ class Double(GptTask):
 KINDS = [Momentum, Counting, TensorRate, FrozenBlock, OnlyBlocks, ByModule, Double]
 
 
-@pytest.mark.parametrize("task", tried_each_time(KINDS[:-1], KINDS))
+@pytest.mark.parametrize("task", tried_each_time([Counting, TensorRate, OnlyBlocks, ByModule], KINDS))
 def test_models_and_optimizers_of_many_kinds(task: Callable[[], rs.Task]) -> None:
     assert_same_bits_at([2], task=task(), microbatches=3, steps=2)
 
