@@ -108,6 +108,37 @@ class GptTask(rs.Task):
         return rs.warmup_cosine(step, warmup_steps=2, total_steps=10)
 
 
+class Small(nn.Module):
+    """One layer between an embedding and a head that share one weight, with dropout, a persistent buffer, and a
+    parameter of fewer rows than workers."""
+
+    positions: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.register_buffer("positions", 0.1 * torch.randn(SEQUENCE, WIDTH))
+        self.blocks = nn.ModuleList([nn.Linear(WIDTH, WIDTH)])
+        self.gains = nn.Parameter(torch.ones(3, 1))
+        self.dropout = nn.Dropout(0.1)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens) + self.positions
+        for block in self.blocks:
+            x = x + self.gains.mean() * self.dropout(torch.tanh(block(x)))
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
+class SmallTask(GptTask):
+    """As `GptTask` with a model that starts and steps in half the time: where the model does not matter."""
+
+    def build_model(self) -> nn.Module:
+        return Small()
+
+
 class Tokens:
     """A map-style dataset of random tokens."""
 

@@ -14,7 +14,7 @@ import raysharded as rs
 from raysharded.actors.task_calls.plain_attributes import PlainAttributes, as_built
 from raysharded.errors import InexactError
 from tests.cases import tried_each_time
-from tests.training.harness import GptTask, Outcome, train
+from tests.training.harness import Outcome, SmallTask, train
 
 SETTINGS: dict[str, Any] = {"microbatches": 3, "steps": 2}
 EVALUATION = rs.EvalConfig(data=[np.arange(9) % 7 for _ in range(4)], every_steps=1, num_samples=4)
@@ -24,7 +24,7 @@ def scaled(found: Any, factor: float) -> rs.Loss:
     return rs.Loss(found.total * factor, found.weight)
 
 
-class KeepsStep(GptTask):
+class KeepsStep(SmallTask):
     """Its loss warms up by the step that `lr_scale` was called with."""
 
     step = 0
@@ -37,7 +37,7 @@ class KeepsStep(GptTask):
         return scaled(super().loss(model, batch), 1.0 + self.step)
 
 
-class CountsUpdates(GptTask):
+class CountsUpdates(SmallTask):
     """A step hook counts updates in the model, as fairseq does, and the loss depends on them."""
 
     def build_model(self) -> nn.Module:
@@ -59,7 +59,7 @@ class CountsUpdates(GptTask):
         return scaled(super().loss(model, batch), 1.0 + model.blocks[0].num_updates)  # type: ignore[index, union-attr]
 
 
-class FollowsEvaluation(GptTask):
+class FollowsEvaluation(SmallTask):
     """Its loss has a weight that follows the held-out loss."""
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ def test_an_attribute_that_the_loss_depends_on_is_refused_by_name(task: type[rs.
         train(workers, task=task(), evaluation=EVALUATION, **SETTINGS)
 
 
-class Logs(GptTask):
+class Logs(SmallTask):
     """Keeps numbers to print them, a schedule that it computes once, and a table that belongs to a number."""
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ def seconds(outcome: Outcome) -> list[int]:
 @pytest.mark.procs
 @pytest.mark.parametrize("workers", tried_each_time([2], [1, 2]))
 def test_attributes_that_are_only_printed_change_no_bit_and_are_proven_in_steps_1_2_4(workers: int) -> None:
-    plain = train(1, evaluation=EVALUATION, microbatches=3, steps=5)
+    plain = train(1, task=SmallTask(), evaluation=EVALUATION, microbatches=3, steps=5)
     logs = train(workers, task=Logs(), evaluation=EVALUATION, microbatches=3, steps=5)
     assert logs.bits == plain.bits
     assert (seconds(plain), seconds(logs)) == ([1], [1, 2, 4])

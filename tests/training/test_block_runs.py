@@ -23,7 +23,7 @@ from raysharded.ids import WorkerId
 from raysharded.journal.log import read
 from raysharded.report import load
 from tests import patches
-from tests.training.harness import VOCABULARY, Collector, make_driver, make_job, make_limits
+from tests.training.harness import VOCABULARY, Collector, SmallTask, make_driver, make_job, make_limits
 
 SAMPLES = 4 * WINDOW_BLOCKS
 
@@ -42,7 +42,7 @@ class InBlocks:
 
 
 def _trained(url: str, steps: int, *, workers: int = 1, microbatches: int = 2, samples_per_block: int = 2) -> Collector:
-    job = make_job(url, steps=steps, microbatches=microbatches, data=InBlocks(samples_per_block))
+    job = make_job(url, task=SmallTask(), steps=steps, microbatches=microbatches, data=InBlocks(samples_per_block))
     limits = make_limits(job, workers, global_batch_size=job.batch.global_batch_size)
     listener = Collector()
     driver = make_driver(job, limits, listener, metadata={"batch": asdict(job.batch)})
@@ -92,7 +92,7 @@ def test_a_store_with_as_many_other_tokens_is_refused(tmp_path: Path) -> None:
 
     def trained(name: str, steps: int, workers: int = 1, **others: Any) -> None:
         data = TokenDataset(tmp_path / "store", seq_len=8)
-        job = make_job(f"{tmp_path}/{name}", steps=steps, microbatches=2, data=data)
+        job = make_job(f"{tmp_path}/{name}", task=SmallTask(), steps=steps, microbatches=2, data=data)
         driver = make_driver(
             job, make_limits(job, workers), Collector(), metadata={"batch": asdict(job.batch)}, **others
         )

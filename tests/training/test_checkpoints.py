@@ -41,6 +41,7 @@ from tests.training.harness import (
     Collector,
     GptTask,
     Outcome,
+    SmallTask,
     Tokens,
     make_driver,
     make_job,
@@ -56,7 +57,7 @@ MICROBATCHES = 4
 
 def small_job(url: str, **settings: Any) -> Job:
     """A run in the folder at `url`, with few microbatches."""
-    return make_job(url, microbatches=MICROBATCHES, **settings)
+    return make_job(url, **{"microbatches": MICROBATCHES, **settings, "task": settings.get("task") or SmallTask()})
 
 
 class SlowTokens(Tokens):
@@ -67,7 +68,7 @@ class SlowTokens(Tokens):
         return super().__getitem__(index)
 
 
-class Storing(GptTask):
+class Storing(SmallTask):
     """In the workers, each part of a checkpoint waits for the file `go`, if a file `wait` exists. It fails if a file
     `fail<step>` exists, which each worker uses up once."""
 
@@ -113,7 +114,7 @@ class Listening(Collector):
 
 @cache
 def undisturbed(steps: int) -> Outcome:
-    return train(1, microbatches=MICROBATCHES, steps=steps)
+    return train(1, task=SmallTask(), microbatches=MICROBATCHES, steps=steps)
 
 
 def fingerprint(state: State) -> str | None:
@@ -268,7 +269,9 @@ def test_damage_that_one_worker_finds_sends_all_to_the_checkpoint_before(
 
 def test_a_worker_lost_while_the_others_hand_out_what_they_read_costs_no_bit() -> None:
     kills = [(1, 5, "backward"), (2, 5, "backward"), (3, 1, "transfer")]  # its first transfer is that of the checkpoint
-    outcome = train(4, microbatches=MICROBATCHES, steps=6, data=SlowTokens(), kills=kills, save_every=1)
+    outcome = train(
+        4, task=SmallTask(), microbatches=MICROBATCHES, steps=6, data=SlowTokens(), kills=kills, save_every=1
+    )
     sources = [fields["source"] for kind, fields in outcome.entries if kind == "generation"]
     assert sources.count("checkpoint") >= 2
     assert outcome.bits == undisturbed(6).bits
@@ -518,6 +521,8 @@ def save_after_the_loss_of_a_worker() -> None:
 
 
 def test_a_step_whose_save_a_loss_prevents_is_reported_and_not_computed_again() -> None:
-    lost = train(3, steps=4, save_every=2, kills=[(1, 2, "save")], prepare=save_after_the_loss_of_a_worker)
-    assert lost.bits == train(1, steps=4).bits
+    kills, steps = [(1, 2, "save")], 4
+    settings: dict[str, Any] = {"task": SmallTask(), "microbatches": MICROBATCHES, "steps": steps, "save_every": 2}
+    lost = train(3, kills=kills, prepare=save_after_the_loss_of_a_worker, **settings)
+    assert lost.bits == undisturbed(steps).bits
     assert lost.of("generation")[1]["step"] == 2

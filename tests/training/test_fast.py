@@ -23,6 +23,7 @@ from tests.training.harness import (
     Collector,
     GptTask,
     Outcome,
+    SmallTask,
     grouped,
     make_driver,
     make_job,
@@ -64,7 +65,7 @@ def fast(
         for more, last in enumerate(steps):
             job = make_job(
                 f"{folder}/run",
-                task=task,
+                task=task or SmallTask(),
                 microbatches=microbatches,
                 steps=last,
                 data=Paced(f"{folder}/{paced_until.marker}") if paced_until else None,
@@ -94,7 +95,8 @@ def fast(
 @cache
 def exact(microbatches: int = 4, steps: int = 4) -> Outcome:
     """The run that fast mode is near to."""
-    return train(1, microbatches=microbatches, steps=steps, engine=rs.EngineConfig(prove_first_step=False))
+    engine = rs.EngineConfig(prove_first_step=False)
+    return train(1, task=SmallTask(), microbatches=microbatches, steps=steps, engine=engine)
 
 
 def assert_near(outcome: Outcome, to: Outcome) -> None:

@@ -24,7 +24,7 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.job import Job
 from raysharded.testing import Fault, FaultPlan
 from tests.cases import tried_each_time
-from tests.training.harness import Outcome, Tokens, make_driver, make_job, make_limits, train
+from tests.training.harness import GptTask, Outcome, SmallTask, Tokens, make_driver, make_job, make_limits, train
 from tests.training.test_checkpoints import WAIT_S, Listening
 
 pytestmark = pytest.mark.procs
@@ -33,9 +33,9 @@ _MORE_THAN_ANY = 10_000
 
 
 @cache
-def undisturbed(steps: int) -> Outcome:
-    """One worker's outcome."""
-    return train(1, microbatches=MICROBATCHES, steps=steps)
+def undisturbed(steps: int, *, small: bool) -> Outcome:
+    """One worker's outcome, of `SmallTask` or of `GptTask`."""
+    return train(1, task=SmallTask() if small else GptTask(), microbatches=MICROBATCHES, steps=steps)
 
 
 class PacedTokens(Tokens):
@@ -112,7 +112,8 @@ def drive(
     assert state.checkpoint is not None
     assert state.checkpoint.step == last["step"] > 2
     numbers = tuple(seen.numbers[step] for step in range(1, last["step"] + 1))
-    assert (repr(numbers), last["fingerprint"]) == undisturbed(last["step"]).bits
+    small = isinstance(job.task, SmallTask)
+    assert (repr(numbers), last["fingerprint"]) == undisturbed(last["step"], small=small).bits
     return state, seen
 
 
@@ -131,7 +132,8 @@ def is_gone(pid: int) -> bool:
 
 def a_job(tmp_path: Path, *, faults: tuple[Fault, ...] = (), notices: tuple[Any, ...] = ()) -> Job:
     plan = FaultPlan(faults=faults, folder=str(tmp_path)) if faults else None
-    job = make_job(f"{tmp_path}/run", microbatches=MICROBATCHES, data=PacedTokens(tmp_path / "happened"), faults=plan)
+    data = PacedTokens(tmp_path / "happened")
+    job = make_job(f"{tmp_path}/run", task=SmallTask(), microbatches=MICROBATCHES, data=data, faults=plan)
     return replace(job, preemption_notices=notices, max_steps=_MORE_THAN_ANY)
 
 

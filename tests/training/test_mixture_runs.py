@@ -19,7 +19,7 @@ from raysharded.errors import ConfigError, DataError, InexactError
 from raysharded.ids import WorkerId
 from raysharded.report import load
 from raysharded.testing import Fault, FaultPlan
-from tests.training.harness import SEQUENCE, VOCABULARY, Collector, make_driver, make_job, make_limits
+from tests.training.harness import SEQUENCE, VOCABULARY, Collector, SmallTask, make_driver, make_job, make_limits
 
 MICROBATCHES = 7
 BATCH = 2 * MICROBATCHES
@@ -42,7 +42,9 @@ def _mixture(changes: Sequence[tuple[int, dict[str, float]]] = CHANGES, **settin
 def trained(
     url: str, steps: int, *, workers: int, data: Any = None, plan: FaultPlan | None = None, task: rs.Task | None = None
 ) -> tuple[State, Collector]:
-    job = make_job(url, task=task, steps=steps, microbatches=MICROBATCHES, data=data or _mixture(), faults=plan)
+    job = make_job(
+        url, task=task or SmallTask(), steps=steps, microbatches=MICROBATCHES, data=data or _mixture(), faults=plan
+    )
     losses = 0 if plan is None else len(plan.faults)
     limits = make_limits(job, workers, min_workers=1 if losses else workers, max_worker_losses=losses, join_wait_s=60.0)
     listener = Collector()

@@ -29,7 +29,7 @@ from raysharded.protocol.messages import FromStart, GenerationReady, GenerationS
 from raysharded.protocol.session import DriverSession, PartOf
 from raysharded.protocol.version import PROTOCOL
 from raysharded.rendezvous.server import RendezvousStore
-from tests.training.harness import make_job
+from tests.training.harness import SmallTask, make_job
 
 STEPS = 3
 LEASE_S = 0.5
@@ -86,7 +86,7 @@ class WithDriver:
 
 @pytest.fixture
 def job(tmp_path: Path) -> Job:
-    return make_job(str(tmp_path), steps=STEPS)
+    return make_job(str(tmp_path), task=SmallTask(), steps=STEPS)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from raysharded.driver.driver import Driver
 from raysharded.journal.log import Journal, read
 from raysharded.report import load
 from raysharded.testing import Fault, FaultPlan
-from tests.training.harness import Collector, GptTask, make_driver, make_job, make_limits
+from tests.training.harness import Collector, GptTask, SmallTask, make_driver, make_job, make_limits
 
 pytestmark = pytest.mark.procs
 STEPS, MICROBATCHES, BATCH = 8, 4, 8
@@ -31,7 +31,7 @@ METADATA = {"batch": {"global_batch_size": BATCH, "microbatch_size": 2, "seed": 
 Entries = list[Mapping[str, Any]]
 
 
-class Held(GptTask):
+class Held(SmallTask):
     """No worker applies the update of certain steps before each has its file: before the driver has received a request.
     No other step begins meanwhile. Of earlier steps every second has its checkpoint before the next but one begins:
     while one is being written, none is made."""

@@ -24,7 +24,18 @@ from raysharded.actors.model.build import Wrapped, wrap
 from raysharded.driver.state.mesh_choice import Grouping
 from raysharded.ids import WorkerId
 from tests import patches
-from tests.training.harness import Collector, Gpt, GptTask, Outcome, grouped, make_driver, make_job, make_limits, train
+from tests.training.harness import (
+    Collector,
+    Gpt,
+    GptTask,
+    Outcome,
+    SmallTask,
+    grouped,
+    make_driver,
+    make_job,
+    make_limits,
+    train,
+)
 from tests.training.test_same_objects import GruTask
 
 STEPS, MICROBATCHES = 12, 4
@@ -103,7 +114,7 @@ class Slowly:
 @cache
 def undisturbed(*, draws: bool) -> Outcome:
     """One worker's outcome, of the task that draws, or of one that does not."""
-    return train(1, task=DrawingTask() if draws else GptTask(), microbatches=MICROBATCHES, steps=STEPS)
+    return train(1, task=DrawingTask() if draws else SmallTask(), microbatches=MICROBATCHES, steps=STEPS)
 
 
 class Run(Collector):
@@ -178,7 +189,7 @@ def test_scalars_and_weights_that_a_module_lists_are_prepared_while_the_model_co
 
 @pytest.mark.procs
 def test_a_preparation_that_fails_is_in_the_journal_and_the_change_is_made_without_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, GptTask(), {2: 1}, prepare=fail_beside)
+    run = Run(tmp_path, SmallTask(), {2: 1}, prepare=fail_beside)
     (failed,) = run.of("preparation_failed")
     assert "no room for a second one" in failed["reason"]
     assert ["prepared_s" in fields for fields in run.of("generation")] == [False, False]
@@ -188,7 +199,7 @@ def test_a_preparation_that_fails_is_in_the_journal_and_the_change_is_made_witho
 
 @pytest.mark.procs
 def test_a_worker_that_dies_while_it_prepares_costs_no_more_than_any_loss(tmp_path: Path) -> None:
-    run = Run(tmp_path, GptTask(), {2: 1}, losses=1, prepare=partial(die_beside, tmp_path))
+    run = Run(tmp_path, SmallTask(), {2: 1}, losses=1, prepare=partial(die_beside, tmp_path))
     assert (tmp_path / "died").exists()
     assert len(run.of("worker_lost")) == 1
     assert "prepared_s" not in run.of("generation")[1]

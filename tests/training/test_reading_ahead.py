@@ -16,7 +16,7 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.data.order import positions_of_step, sample_ids
-from tests.training.harness import GptTask, Tokens, train
+from tests.training.harness import SmallTask, Tokens, train
 
 pytestmark = pytest.mark.procs
 DEADLINE_S = 60.0
@@ -40,7 +40,7 @@ class Noted(Tokens):
         return super().__getitem__(index)
 
 
-class Awaiting(GptTask):
+class Awaiting(SmallTask):
     """The loss of step 2 waits until another step's samples were read."""
 
     def __init__(self, files: list[Path]) -> None:
@@ -62,7 +62,7 @@ def test_the_next_step_is_read_while_this_one_is_computed(tmp_path: Path) -> Non
     train(1, task=Awaiting(files), data=Noted(tmp_path), microbatches=1, steps=2)
 
 
-class AwaitingHeldOut(GptTask):
+class AwaitingHeldOut(SmallTask):
     """The first held-out batch waits until the third was read."""
 
     def __init__(self, files: list[Path]) -> None:
@@ -98,7 +98,7 @@ class Troubled(Tokens):
         return super().__getitem__(index)
 
 
-class Masking(GptTask):
+class Masking(SmallTask):
     """Its collate draws from three generators, and notes the process that calls it."""
 
     def __init__(self, folder: Path) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 import raysharded as rs
 from raysharded.errors import InexactError, NonFiniteLoss, TaskError
 from tests.cases import tried_each_time
-from tests.training.harness import VOCABULARY, Gpt, GptTask, Tokens, samples, train
+from tests.training.harness import VOCABULARY, Gpt, GptTask, SmallTask, Tokens, samples, train
 
 pytestmark = pytest.mark.procs
 ID_OF_STEP_2 = 288
@@ -71,7 +71,7 @@ def test_a_block_that_no_microbatch_uses_is_refused() -> None:
         train(2, task=SkippingTask(2, always=True))
 
 
-class TwicePerhaps(GptTask):
+class TwicePerhaps(SmallTask):
     """Some microbatches use the model twice: the first time without gradients."""
 
     def __init__(self, where: str) -> None:
@@ -253,7 +253,7 @@ def test_a_buffer_that_is_changed_behind_torchs_back_is_refused_by_name(how: str
         train(2 if how == "batch-norm" else 1, task=Averaging(how), evaluation=held_out)
 
 
-class Diverging(GptTask):
+class Diverging(SmallTask):
     """The loss is NaN in the microbatch that has a certain sample, of step 2."""
 
     def __init__(self, in_gradient: bool) -> None:
@@ -274,7 +274,7 @@ def test_a_loss_or_gradient_that_is_not_finite_names_the_step_and_the_microbatch
         train(2, task=Diverging(in_gradient), steps=2)
 
 
-class Raising(GptTask):
+class Raising(SmallTask):
     """The task's own code has a bug that one microbatch meets."""
 
     def __init__(self, where: str) -> None:
@@ -333,7 +333,7 @@ def test_a_bug_in_the_task_ends_the_run_with_what_it_did(where: str) -> None:
         assert 'raise LookupError("no such token")' in caught.value.user_traceback
 
 
-class ExitingAt(GptTask):
+class ExitingAt(SmallTask):
     """Ends its process where no other function is called around it."""
 
     def __init__(self, where: str) -> None:
@@ -356,7 +356,7 @@ def test_a_task_that_exits_while_it_is_built_ends_the_run_with_its_output(where:
         train(1, task=ExitingAt(where))
 
 
-class OwnMetrics(GptTask):
+class OwnMetrics(SmallTask):
     """The names of the metrics depend on the microbatch; at two workers each sees one kind alone."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
@@ -372,7 +372,7 @@ def test_metrics_that_differ_between_workers_are_refused(workers: int) -> None:
         train(workers, task=OwnMetrics(), microbatches=2)
 
 
-class Empty(GptTask):
+class Empty(SmallTask):
     """Every token is masked."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
@@ -404,4 +404,4 @@ class DrawingTokens(Tokens):
 @pytest.mark.parametrize("library", ["torch", "numpy", "random"])
 def test_a_dataset_that_draws_from_a_global_generator_is_refused(library: str) -> None:
     with pytest.raises(InexactError, match=rf"DrawingTokens.__getitem__ draws from {library}'s global generator"):
-        train(1, data=DrawingTokens(library))
+        train(1, task=SmallTask(), data=DrawingTokens(library))

@@ -22,7 +22,7 @@ from raysharded.protocol.worker_launcher import WorkerLost
 from raysharded.report import load as load_report
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
-from tests.training.harness import Collector, GptTask, Tokens, make_driver, make_job, make_limits, samples
+from tests.training.harness import Collector, SmallTask, Tokens, make_driver, make_job, make_limits, samples
 from tests.training.test_non_finite import Diverging, first_sample_of
 
 pytestmark = pytest.mark.procs
@@ -49,7 +49,7 @@ def drive(job: Job, workers: int, *, stop_at: int | None = None, resumed: bool =
 
 def planned(tmp_path: Path, faults: Collection[Fault], **settings: Any) -> tuple[Job, FaultPlan]:
     plan = FaultPlan(faults=tuple(faults), folder=str(tmp_path))
-    return make_job(f"{tmp_path}/run", microbatches=4, faults=plan, **settings), plan
+    return make_job(f"{tmp_path}/run", task=SmallTask(), microbatches=4, faults=plan, **settings), plan
 
 
 def replayed(job: Job) -> Replay:
@@ -118,7 +118,7 @@ class Slow(Tokens):
 
 
 def test_each_driver_of_a_run_that_was_stopped_and_resumed_is_replayed(tmp_path: Path) -> None:
-    job = make_job(f"{tmp_path}/run", data=Slow(), microbatches=4, steps=8)
+    job = make_job(f"{tmp_path}/run", task=SmallTask(), data=Slow(), microbatches=4, steps=8)
     drive(job, 2, stop_at=4)
     drive(job, 1, resumed=True)
     first, second = load(job.run_url)
@@ -141,7 +141,7 @@ def test_a_run_that_ends_with_an_error_ends_with_it_again(tmp_path: Path) -> Non
 
 def make_trainer(folder: Path, *, record_events: bool) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
-        task=GptTask(),
+        task=SmallTask(),
         data=samples(),
         batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=1),

@@ -15,13 +15,13 @@ from torch import nn
 import raysharded as rs
 from raysharded.errors import TaskError
 from tests.cases import tried_each_time
-from tests.training.harness import GptTask, Outcome, samples, train
+from tests.training.harness import Outcome, SmallTask, samples, train
 
 pytestmark = pytest.mark.procs
 STEPS, MICROBATCHES = 3, 8
 
 
-class Fails(GptTask):
+class Fails(SmallTask):
     """Raises MemoryError in step 2, at one microbatch: once, or on every worker that computes it."""
 
     def __init__(self, folder: Path, *, always: bool) -> None:
@@ -47,7 +47,7 @@ class Fails(GptTask):
 
 @cache
 def undisturbed() -> Outcome:
-    return train(1, steps=STEPS, microbatches=MICROBATCHES, data=samples())
+    return train(1, task=SmallTask(), steps=STEPS, microbatches=MICROBATCHES, data=samples())
 
 
 def pids(folder: Path, name: str) -> set[int]:

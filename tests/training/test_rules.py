@@ -31,7 +31,7 @@ from raysharded.journal.log import read
 from raysharded.report import load
 from tests import patches
 from tests.paths import GOLDEN
-from tests.training.harness import Collector, make_driver, make_job, make_limits
+from tests.training.harness import Collector, SmallTask, make_driver, make_job, make_limits
 from tests.training.rule_tasks import (
     COMPILED,
     PROGRAMS,
@@ -177,7 +177,7 @@ def trained(
     url: str, steps: int, *, prepare: Callable[[], None] | None = None, **limits: Any
 ) -> tuple[Collector, str | None]:
     """A run of one worker, from its newest checkpoint on; `prepare`: called first in the worker's process."""
-    job = make_job(url, steps=steps, microbatches=2)
+    job = make_job(url, task=SmallTask(), steps=steps, microbatches=2)
     listener = Collector()
     first = {} if prepare is None else {WorkerId(0): prepare}
     driver = make_driver(

@@ -16,7 +16,7 @@ from raysharded.checkpoint import list_checkpoints, open_storage
 from raysharded.errors import RefusedCheckpoint
 from raysharded.journal.log import read
 from raysharded.testing.processes import ProcessLauncher
-from tests.training.harness import GptTask, samples
+from tests.training.harness import SmallTask, samples
 
 pytestmark = pytest.mark.procs
 
@@ -65,7 +65,7 @@ def fitted(
             steps[fields["step"]] = dict(fields)
 
     trainer = rs.ElasticTrainer(
-        task=GptTask(),
+        task=SmallTask(),
         data=samples(),
         batch=rs.BatchConfig(global_batch_size=6, microbatch_size=2, seed=seed),
         scaling=rs.ScalingConfig(num_workers=1),

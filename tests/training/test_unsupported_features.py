@@ -14,12 +14,12 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 import raysharded as rs
 from raysharded.errors import TaskError
-from tests.training.harness import GptTask, train
+from tests.training.harness import SmallTask, train
 
 pytestmark = pytest.mark.procs
 
 
-class Scaled(GptTask):
+class Scaled(SmallTask):
     """Scales its loss, as a loop with float16 does."""
 
     def __init__(self, scaler: type[torch.amp.GradScaler], *, enabled: bool = True) -> None:
@@ -32,7 +32,7 @@ class Scaled(GptTask):
         return replace(found, total=self._scaler("cpu", enabled=self._enabled).scale(found.total))
 
 
-class Graphed(GptTask):
+class Graphed(SmallTask):
     """Records its kernels, as `torch.cuda.make_graphed_callables` and torch.compile's `reduce-overhead` do."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
@@ -47,7 +47,7 @@ def test_a_scaler_in_a_task_is_refused_by_name_with_its_line(scaler: type[torch.
 
 
 def test_a_scaler_that_is_switched_off_changes_nothing() -> None:
-    plain = train(1, steps=1, microbatches=1)
+    plain = train(1, task=SmallTask(), steps=1, microbatches=1)
     assert train(1, task=Scaled(torch.amp.GradScaler, enabled=False), steps=1, microbatches=1).bits == plain.bits
 
 
