@@ -9,8 +9,8 @@ from tests.training.harness import VOCABULARY
 class LlamaTask(NextToken):
     """Two blocks of twelve heads; the vocabulary is odd, so that a weight's rows are cut unevenly."""
 
-    def __init__(self) -> None:
-        super().__init__(VOCABULARY, width=48, layers=2, heads=12, kv_heads=12)
+    def __init__(self, layers: int = 2) -> None:
+        super().__init__(VOCABULARY, width=48, layers=layers, heads=12, kv_heads=12)
 
 
 class WideLlama(NextToken):

@@ -118,7 +118,7 @@ class Masks(rs.Task):
 
 
 SAMPLES = [Samples()[index] for index in range(len(Samples()))]
-"""The same, which a thread of the worker reads."""
+"""Those samples as a list, which a thread of the worker reads."""
 
 
 def trained(workers: int, **settings: Any) -> Outcome:

@@ -23,7 +23,7 @@ from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.errors import InexactError, TaskError
 from tests.actors.optimizer.test_shard_optimizer import Line, shard_optimizer
 from tests.cases import tried_each_time
-from tests.training.harness import GptTask, Outcome, train
+from tests.training.harness import Outcome, SmallTask, train
 
 Clip = Callable[[Optimizer], object]
 
@@ -46,8 +46,8 @@ def stepped(optimizer: ShardOptimizer, model: nn.Module, steps: Sequence[int] = 
         optimizer.apply(step, 1.0)
 
 
-class Made(GptTask):
-    """A GPT with an optimizer that a function makes from the model."""
+class Made(SmallTask):
+    """A small model with an optimizer that a function makes from the model."""
 
     def __init__(self, make: Callable[[nn.Module], Optimizer]) -> None:
         self._make = make
@@ -434,7 +434,7 @@ def test_parameters_that_an_optimizer_holds_outside_its_groups_are_found(
 # -- schedules --
 
 
-class Rated(GptTask):
+class Rated(SmallTask):
     """Its schedule is a function of (step, number of the call in this process)."""
 
     def __init__(self, rate: Callable[[int, int], float]) -> None:
@@ -713,7 +713,7 @@ class Assigning(Optimizer):
                     param.sub_(group["lr"] * param.grad)
 
 
-class AssigningTask(GptTask):
+class AssigningTask(SmallTask):
     def __init__(self, *, assigns: bool) -> None:
         self._assigns = assigns
 

@@ -164,7 +164,7 @@ def test_blocks_are_compiled_in_the_first_generation_alone(
     monkeypatch.setattr(nn.Module, "compile", lambda block: usual(block, backend="aot_eager"))  # a quick compiler
     callback_handler.register_start_callback(lambda event: compiled.append(event.compile_id))
     Compilation(rs.EngineConfig(compile=True, max_compiled_shapes=4), torch.device("cpu")).settle()
-    generations = Generations(store, GptTask(), rs.EngineConfig(compile=True))
+    generations = Generations(store, SmallTask(), rs.EngineConfig(compile=True))
     first: dict[str, torch.Tensor] = {}
     for number in range(4):
         sharded, optimizer, after = generations.step()

@@ -84,7 +84,7 @@ class Given(rs.Task):
 
 
 ROWS = [Rows()[index] for index in range(len(Rows()))]
-"""The same samples, which a thread of the worker reads."""
+"""Those samples as a list, which a thread of the worker reads."""
 
 
 def trained(workers: int, task: rs.Task, **settings: Any) -> Outcome:

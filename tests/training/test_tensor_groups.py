@@ -25,6 +25,7 @@ from tests.training.test_meshes import meshes_of, num_data_bytes
 
 pytestmark = pytest.mark.procs
 STEPS, MICROBATCHES = 2, 4
+TWO_BLOCKS, ONE_BLOCK = LlamaTask(), LlamaTask(layers=1)
 
 
 @cache
@@ -35,7 +36,7 @@ def one_group(degree: int = 2, **settings: Any) -> Outcome:
 
 def in_groups(workers: int, degree: int = 2, **settings: Any) -> Outcome:
     return train(
-        workers, tensor=degree, **{"task": LlamaTask(), "microbatches": MICROBATCHES, "steps": STEPS, **settings}
+        workers, tensor=degree, **{"task": ONE_BLOCK, "microbatches": MICROBATCHES, "steps": STEPS, **settings}
     )
 
 
@@ -49,8 +50,8 @@ def in_groups(workers: int, degree: int = 2, **settings: Any) -> Outcome:
 def test_the_bits_are_those_of_one_tensor_parallel_group(
     workers: int, degree: int, shards: int | None, mesh: str
 ) -> None:
-    outcome = in_groups(workers, degree, shards=shards)
-    assert outcome.bits == one_group(degree).bits
+    outcome = in_groups(workers, degree, shards=shards, task=TWO_BLOCKS)
+    assert outcome.bits == one_group(degree, task=TWO_BLOCKS).bits
     assert meshes_of(outcome) == [mesh]
 
 
