@@ -42,7 +42,6 @@ from tests.training.harness import (
     GptTask,
     Outcome,
     SmallTask,
-    Tokens,
     make_driver,
     make_job,
     make_limits,
@@ -60,15 +59,15 @@ def small_job(url: str, **settings: Any) -> Job:
     return make_job(url, **{"microbatches": MICROBATCHES, **settings, "task": settings.get("task") or SmallTask()})
 
 
-class SlowTokens(Tokens):
+class Slow(SmallTask):
     """Slow enough for something to happen while a step is computed."""
 
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.01)
-        return super().__getitem__(index)
+    def lr_scale(self, step: int) -> float:
+        time.sleep(0.05)
+        return super().lr_scale(step)
 
 
-class Storing(SmallTask):
+class Storing(Slow):
     """In the workers, each part of a checkpoint waits for the file `go`, if a file `wait` exists. It fails if a file
     `fail<step>` exists, which each worker uses up once."""
 
@@ -143,7 +142,7 @@ def test_while_storage_is_slow_checkpoints_are_left_out_and_training_continues(t
 def test_checkpoints_that_fail_disturb_nothing_and_the_last_one_is_written_again(tmp_path: Path) -> None:
     for step in (1, 2, 3, 6):
         (tmp_path / f"fail{step}").touch()
-    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=6, save_every=1)
+    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=6, save_every=1)
     listener = Listening()
     state = make_driver(job, make_limits(job, 2, last_save_backoff_s=0.1), listener).run()
     failed = {fields["step"] for fields in listener.of("checkpoint_failed")}
@@ -157,7 +156,7 @@ def test_checkpoints_that_fail_disturb_nothing_and_the_last_one_is_written_again
 
 def write_run(tmp_path: Path, *, steps: int, save_every: int, workers: int = 2, key: SigningKey | None = None) -> str:
     """A finished run with several checkpoints; its URL."""
-    job = small_job(f"{tmp_path}/engine", data=SlowTokens(), steps=steps, save_every=save_every)
+    job = small_job(f"{tmp_path}/engine", task=Slow(), steps=steps, save_every=save_every)
     make_driver(job, make_limits(job, workers), Listening(), keep=Keep(last=9), key=key).run()
     return job.run_url
 
@@ -269,9 +268,7 @@ def test_damage_that_one_worker_finds_sends_all_to_the_checkpoint_before(
 
 def test_a_worker_lost_while_the_others_hand_out_what_they_read_costs_no_bit() -> None:
     kills = [(1, 5, "backward"), (2, 5, "backward"), (3, 1, "transfer")]  # its first transfer is that of the checkpoint
-    outcome = train(
-        4, task=SmallTask(), microbatches=MICROBATCHES, steps=6, data=SlowTokens(), kills=kills, save_every=1
-    )
+    outcome = train(4, task=Slow(), microbatches=MICROBATCHES, steps=6, kills=kills, save_every=1)
     sources = [fields["source"] for kind, fields in outcome.entries if kind == "generation"]
     assert sources.count("checkpoint") >= 2
     assert outcome.bits == undisturbed(6).bits
@@ -298,7 +295,7 @@ def acting(
 
 
 def test_a_checkpoint_that_is_requested_is_of_the_next_step_and_changes_no_bit(tmp_path: Path) -> None:
-    job, drivers, asked = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=6), [], []
+    job, drivers, asked = small_job(f"{tmp_path}/run", task=Slow(), steps=6), [], []
 
     def ask(driver: Driver) -> None:
         drivers.append(driver)
@@ -316,7 +313,7 @@ def test_a_checkpoint_that_is_requested_is_of_the_next_step_and_changes_no_bit(t
 def test_a_checkpoint_that_is_requested_and_fails_is_answered_with_the_reason(tmp_path: Path) -> None:
     for step in range(1, 6):
         (tmp_path / f"fail{step}").touch()
-    job, asked = small_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=6), []
+    job, asked = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=6), []
     state, _ = acting(job, 1, 2, lambda driver: asked.append(driver.checkpoint()))
     with pytest.raises(CheckpointError, match="no space left on device"):
         asked[0].result(0)
@@ -324,7 +321,7 @@ def test_a_checkpoint_that_is_requested_and_fails_is_answered_with_the_reason(tm
 
 
 def test_a_run_that_stops_with_a_checkpoint_is_resumed_from_the_step_it_stopped_after(tmp_path: Path) -> None:
-    job = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=7)
+    job = small_job(f"{tmp_path}/run", task=Slow(), steps=7)
     stopped, _ = acting(job, 2, 3, lambda driver: driver.stop(checkpoint_within_s=WAIT_S))
     assert stopped.result_fingerprint is None
     assert stopped.checkpoint is not None
@@ -341,7 +338,7 @@ def tell_to_leave(driver: Driver, rank: int) -> None:
 def test_without_mirrors_a_worker_that_is_requested_to_leave_leaves_after_a_checkpoint_and_the_others_continue(
     tmp_path: Path,
 ) -> None:
-    job = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=9, engine=NO_MIRRORS)
+    job = small_job(f"{tmp_path}/run", task=Slow(), steps=9, engine=NO_MIRRORS)
     state, listener = acting(job, 3, 2, lambda driver: tell_to_leave(driver, 1), min_workers=2)
     assert [fields["worker"] for fields in listener.of("worker_lost")] == listener.of("generation")[0]["members"][1:2]
     committed = [ref.step for ref in list_checkpoints(open_storage(job.run_url)) if ref.complete]
@@ -353,7 +350,7 @@ def test_without_mirrors_a_worker_that_is_requested_to_leave_leaves_after_a_chec
 def test_a_worker_that_is_requested_to_leave_stays_for_another_checkpoint_when_the_first_fails(tmp_path: Path) -> None:
     for step in range(1, 5):
         (tmp_path / f"fail{step}").touch()
-    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=10_000, engine=NO_MIRRORS)
+    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=10_000, engine=NO_MIRRORS)
     listener, lost = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2), threading.Event()
 
     def listen(kind: str, fields: dict[str, Any]) -> None:
@@ -410,7 +407,7 @@ class HangsInTheJournal:
 
 
 def test_a_run_that_must_end_soon_ends_in_time_though_its_storage_hangs(tmp_path: Path) -> None:
-    job = small_job(f"{tmp_path}/run", data=SlowTokens(), steps=10_000, save_every=2)
+    job = small_job(f"{tmp_path}/run", task=Slow(), steps=10_000, save_every=2)
     storage = HangsInTheJournal(open_storage(job.run_url))
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 4)
     driver = make_driver(job, make_limits(job, 1), listener, storage=storage)  # type: ignore[arg-type]  # has all methods
@@ -446,9 +443,7 @@ def test_training_continues_while_the_journal_hangs_and_all_of_it_is_written_lat
 
 def test_a_worker_that_is_requested_to_leave_does_not_stay_longer_than_its_grace_period(tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
-    job = small_job(
-        f"{tmp_path}/run", task=Storing(tmp_path), data=SlowTokens(), steps=6, grace_s=0.5, engine=NO_MIRRORS
-    )
+    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=6, grace_s=0.5, engine=NO_MIRRORS)
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2)
     driver = make_driver(job, make_limits(job, 3, min_workers=2, max_worker_losses=0), listener)
     with ThreadPoolExecutor(1) as pool:
