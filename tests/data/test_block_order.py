@@ -36,7 +36,7 @@ def _ids(positions: Ids, num_samples: int, samples: int, batch: int, seed: int =
     samples=SIZES,
     batch=st.integers(1, 40),
 )
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_every_epoch_has_every_sample_exactly_once(
     seed: int, epoch: int, num_samples: int, samples: int, batch: int
 ) -> None:

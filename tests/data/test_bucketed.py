@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, strategies as st
+from hypothesis import given, settings, strategies as st
 
 import raysharded as rs
 from raysharded.data import padded
@@ -20,6 +20,7 @@ def _lengths(number: int, seed: int = 0) -> list[int]:
     return [int(one) for one in np.random.default_rng(seed).integers(10, 2000, number)]
 
 
+@settings(max_examples=30)
 @given(number=st.integers(1, 200), size=st.integers(1, 7), window=st.integers(1, 9), seed=st.integers(0, 3))
 def test_every_epoch_has_each_sample_once_in_another_order(number: int, size: int, window: int, seed: int) -> None:
     lengths = _lengths(number)
@@ -59,15 +60,15 @@ def test_later_epochs_keep_their_buckets_with_any_number_of_samples() -> None:
 
 def test_the_order_depends_on_all_that_its_digest_covers() -> None:
     lengths = _lengths(30)
-    settings: list[dict[str, Any]] = [{}, {"seed": 1}, {"window": 3}, {"microbatch_size": 2}]
-    found = [rs.Bucketed(range(30), lengths, **{"microbatch_size": SIZE, **one}).order_digest for one in settings]
+    changes: list[dict[str, Any]] = [{}, {"seed": 1}, {"window": 3}, {"microbatch_size": 2}]
+    found = [rs.Bucketed(range(30), lengths, **{"microbatch_size": SIZE, **one}).order_digest for one in changes]
     found.append(rs.Bucketed(range(30), lengths[::-1], microbatch_size=SIZE).order_digest)
     assert len(set(found)) == len(found)
     assert min(found) > 1
 
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("wrong", "words"),
     [
         ({"lengths": [1, 2]}, "2 lengths for 3 samples"),
         ({"lengths": [1, 2, -1]}, "a whole number of 0 or more for each sample"),
@@ -77,8 +78,8 @@ def test_the_order_depends_on_all_that_its_digest_covers() -> None:
         ({"seed": 0.5}, "seed=0.5"),
     ],
 )
-def test_wrong_input_is_one_sentence(settings: dict[str, Any], words: str) -> None:
-    given_: dict[str, Any] = {"lengths": [3, 2, 1], "microbatch_size": 2, **settings}
+def test_wrong_input_is_one_sentence(wrong: dict[str, Any], words: str) -> None:
+    given_: dict[str, Any] = {"lengths": [3, 2, 1], "microbatch_size": 2, **wrong}
     with pytest.raises(ConfigError, match=words):
         rs.Bucketed([1, 2, 3], **given_)
 

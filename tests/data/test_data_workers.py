@@ -116,18 +116,18 @@ def test_a_process_that_hangs_in_its_first_read_is_replaced_if_another_one_has_r
 
 
 def test_a_stream_that_catches_up_is_not_taken_for_a_hang_and_one_that_hangs_meanwhile_is(tmp_path: Path) -> None:
-    data = Stream(Slow(tmp_path, hangs_at=300))
+    data = Stream(Slow(tmp_path, hangs_at=130))
     process = DataProcess([data], refuses=True, settings=leave_torch_alone, patience_s=1.0)
     reader = ProcessReader(process, 0, "Stream")
     try:
         assert reader.read_samples([0], "now", 0).samples == [0]
         vars(process)["_started"].start_s = 0.0  # it may have started slowly, which makes the limit longer
         pid, began = process.pid, time.monotonic()
-        assert reader.read_samples([199], "now", 0).samples == [199]
+        assert reader.read_samples([119], "now", 0).samples == [119]
         assert time.monotonic() - began > 2.0
         assert process.pid == pid
         assert vars(process)["_longest"].seconds < 1.0, "a way to a place is no measure for a read"
-        assert reader.read_samples([320], "now", 0).samples == [320]
+        assert reader.read_samples([135], "now", 0).samples == [135]
         assert process.pid != pid
     finally:
         process.close()
@@ -354,6 +354,7 @@ def test_a_collate_that_depends_on_what_has_changed_is_refused_in_a_watched_step
     assert made_ahead(reduction="fast") == [True] * 8 + [False] * 3, "from then on the training thread makes them"
 
 
+@pytest.mark.long  # the test above has a function that counts, too
 def test_a_collate_may_count_its_calls() -> None:
     function = Stateful()
     assert all(stepped(function, range(1, 10), lambda _: None))

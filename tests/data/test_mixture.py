@@ -27,6 +27,7 @@ from raysharded.data.store.layout import Kind
 from raysharded.data.store.store_source import StoreSource
 from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import ConfigError, DataError
+from tests.cases import tried_each_time
 
 WEIGHTS = st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=12)
 NEAR_A_CHANGE = [0, 1, PERIOD, PERIOD * PERIOD - 1500, 7 * PARTS - 1500, 10**12]
@@ -145,7 +146,7 @@ def _cost(schedule: Schedule, first: int) -> tuple[int, int]:
         tracemalloc.stop()
 
 
-@pytest.mark.parametrize("changes", [1, 1000])
+@pytest.mark.parametrize("changes", tried_each_time([1, 100], [1, 100, 1000]))
 def test_a_thousand_positions_far_away_take_no_more_calls_and_no_more_memory_than_the_first(changes: int) -> None:
     parts = [Part(name=f"{number}", num_samples=10**10 + number, samples_per_block=32) for number in range(5)]
     weights = [
@@ -281,7 +282,7 @@ def test_of_each_source_the_first_sample_is_read_twice_before_training() -> None
     assert held_out.reads == [], "no evaluation reads it"
 
 
-def test_of_hundreds_of_sources_only_as_many_are_found_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_a_hundred_sources_only_as_many_are_found_as_there_is_time_for(monkeypatch: pytest.MonkeyPatch) -> None:
     searched: list[str] = []
 
     def noted(counted: Mixture, name: str, rank: int, end: int) -> int:
@@ -289,9 +290,9 @@ def test_of_hundreds_of_sources_only_as_many_are_found_as_there_is_time_for(monk
         return position_of(counted, name, rank, end)
 
     monkeypatch.setattr(sample_reader, "position_of", noted)
-    data = Mixture({f"s{number}": Squares() for number in range(300)}, {f"s{number}": 1 for number in range(300)})
+    data = Mixture({f"s{number}": Squares() for number in range(100)}, {f"s{number}": 1 for number in range(100)})
     batch = BatchConfig(global_batch_size=2, microbatch_size=2)
-    for seconds, most in ((0.0, 1), (3600.0, 300)):
+    for seconds, most in ((0.0, 1), (3600.0, 100)):
         monkeypatch.setattr(sample_reader, "_CHECK_S", seconds)
         searched.clear()
         sources = Sources(data, None, batch, EngineConfig(prefetch=False), nothing)
@@ -418,7 +419,7 @@ def _source(dataset: TokenDataset) -> StoreSource:
     return source
 
 
-@pytest.mark.parametrize("seq_len", [128, 2048, 8192])
+@pytest.mark.parametrize("seq_len", tried_each_time([128, 8192], [128, 2048, 8192]))
 def test_a_mixture_of_stores_reads_each_byte_about_once_in_few_requests(
     seq_len: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ from raysharded.data.store.progress import PackProgress
 from raysharded.data.text import documents
 from raysharded.data.text.files import find_files
 from raysharded.errors import ConfigError, DataError, StorageError, UnreadableData
+from tests.cases import tried_each_time
 from tests.cli.test_commands import invoke
 
 END = 256
@@ -434,7 +435,7 @@ def test_parts_of_json_lines_have_every_line_once(
     assert found == [json.loads(line)["text"] for line in lines]
 
 
-@pytest.mark.parametrize("tokenized", [False, True], ids=["bytes", "tokenizer"])
+@pytest.mark.parametrize("tokenized", tried_each_time([True], [False, True]), ids="tokenizer={}".format)
 def test_any_number_of_processes_writes_the_same_bytes(
     tmp_path: Path, tokenizer_file: Path, tokenized: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -527,18 +528,35 @@ def test_the_documents_of_data_are_counted_with_their_lengths_and_one_is_shown(
         counting.document_lengths(tmp_path / "words", tokenizer=other)
 
 
-def test_a_tokenizer_is_found_in_a_folder_and_under_a_name(tmp_path: Path, tokenizer_file: Path) -> None:
+def test_a_tokenizer_is_found_in_a_folder_and_under_a_name(
+    tmp_path: Path, tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(hub, "HF_HUB_OFFLINE", True)  # without a network it tries for half a minute
     (tmp_path / "a.txt").write_text("hello world")
     by_file = pack_either(tmp_path / "a.txt", tmp_path / "one", tokenizer=tokenizer_file)
-    transformers = pytest.importorskip("transformers")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>")
-    fast.save_pretrained(tmp_path / "model")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_bytes(tokenizer_file.read_bytes())
     assert pack_either(tmp_path / "a.txt", tmp_path / "two", tokenizer=tmp_path / "model").tokens == by_file.tokens
     (tmp_path / "none").mkdir()
     with pytest.raises(DataError, match=r"no tokenizer\.json in the folder"):
         pack_either(tmp_path / "a.txt", tmp_path / "three", tokenizer=tmp_path / "none")
     with pytest.raises(ConfigError, match=r"neither a file nor a folder here, and no tokenizer\.json of that name"):
         pack_either(tmp_path / "a.txt", tmp_path / "three", tokenizer="nobody-has/this-model")
+    refused = invoke("data", "pack", "--tokenizer", "nobody/others", tmp_path / "a.txt", tmp_path / "three")
+    assert refused.exit_code == 1
+    (message,) = refused.stderr.splitlines()
+    assert "--tokenizer nobody/others: neither a file nor a folder here, and no tokenizer.json of that" in message
+
+
+@pytest.mark.long  # the import of transformers
+def test_a_tokenizer_is_found_in_a_folder_of_transformers(tmp_path: Path, tokenizer_file: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tokenizer_file), eos_token="<|endoftext|>")
+    fast.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.txt").write_text("hello world")
+    by_file = pack_either(tmp_path / "a.txt", tmp_path / "one", tokenizer=tokenizer_file)
+    assert pack_either(tmp_path / "a.txt", tmp_path / "two", tokenizer=tmp_path / "model").tokens == by_file.tokens
 
 
 def test_a_name_of_the_hub_is_found_in_the_cache_without_a_network_by_every_process(
@@ -555,18 +573,11 @@ def test_a_name_of_the_hub_is_found_in_the_cache_without_a_network_by_every_proc
     command = [sys.executable, "-m", "raysharded", "data", "pack", "--workers", "2", "--tokens-per-file", "9000"]
     environment = os.environ | {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
 
-    def packed(name: str, output: str) -> subprocess.CompletedProcess[str]:
-        whole = [*command, "--json", "--tokenizer", name, str(source), str(tmp_path / output)]
-        return subprocess.run(whole, check=False, timeout=120, capture_output=True, text=True, env=environment)
-
-    done = packed("nobody/words", "two")
+    whole = [*command, "--json", "--tokenizer", "nobody/words", str(source), str(tmp_path / "two")]
+    done = subprocess.run(whole, check=False, timeout=120, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["tokens"] == expected.tokens
     assert _bytes_of(tmp_path / "one") == _bytes_of(tmp_path / "two")
-    refused = packed("nobody/others", "three")
-    assert refused.returncode == 1
-    (message,) = refused.stderr.splitlines()
-    assert "--tokenizer nobody/others: neither a file nor a folder here, and no tokenizer.json of that" in message
 
 
 @pytest.mark.parametrize("workers", [1, 2])

@@ -34,15 +34,6 @@ class Made:
         return Gpt()
 
 
-def test_a_model_is_made_twice_in_a_process_that_begins_a_run_and_once_in_one_that_joins(tmp_path: Path) -> None:
-    """The second time for the values of the first weights."""
-    faults = [Fault(worker=WorkerId(0), step=4, phase="data", kind="wait", until=WorkerId(2))]
-    outcome = run(2, Loop(Made(tmp_path)), kills=[(1, 2, "forward")], faults=faults)
-    assert outcome.bits == by_task().bits
-    calls = sorted(len(file.read_text().split()) for file in tmp_path.iterdir())
-    assert calls == [1, 2, 2]
-
-
 def make_by_surroundings() -> nn.Module:
     return Gpt(layers=3 if DEEPER in os.environ else 2)
 
@@ -69,9 +60,14 @@ class Changing(Loop):
 def look(*_: Any) -> None: ...
 
 
-def test_a_worker_that_joins_is_compared_with_what_was_built_and_not_with_what_became_of_it() -> None:
-    """The rates have changed, too: by the schedule."""
+def test_a_model_is_made_twice_in_a_process_that_begins_and_once_in_one_that_joins_and_these_are_compared(
+    tmp_path: Path,
+) -> None:
+    """The second time for the values of the first weights. A worker that joins is compared with what was built, and not
+    with what became of it. The rates have changed, too: by the schedule."""
     faults = [Fault(worker=WorkerId(0), step=4, phase="data", kind="wait", until=WorkerId(2))]
-    outcome = run(2, Changing(), kills=[(1, 2, "forward")], faults=faults)
+    outcome = run(2, Changing(Made(tmp_path)), kills=[(1, 2, "forward")], faults=faults)
     assert outcome.of("generation")[-1]["members"] == [0, 2]
     assert outcome.bits == by_task().bits
+    calls = sorted(len(file.read_text().split()) for file in tmp_path.iterdir())
+    assert calls == [1, 2, 2]

@@ -19,6 +19,7 @@ from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import InexactError, NonFiniteLoss, TaskError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan, processes
+from tests.cases import tried_each_time
 from tests.session.loops import MICROBATCHES, Loop, by_task, optimizer_of, run
 from tests.training.harness import Gpt, GptTask, Outcome, Tokens, samples, train
 
@@ -50,7 +51,10 @@ def drawn_alone() -> Outcome:
     return run(1, Drawing(), steps=STEPS)
 
 
-@pytest.mark.parametrize("kills", [[], [(1, 2, "backward")], [(2, 3, "snapshot")]])
+TWO = [(1, 2, "backward"), (2, 3, "snapshot")]
+
+
+@pytest.mark.parametrize("kills", tried_each_time([TWO], [TWO, [], TWO[:1], TWO[1:]]))
 def test_generators_draw_the_same_at_every_size_and_again_in_a_step_that_is_done_again(
     kills: list[tuple[int, int, str]], drawn_alone: Outcome
 ) -> None:
@@ -109,17 +113,19 @@ logs_early.enters = True  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(
-    ("act", "error", "sentence"),
+    ("act", "workers", "error", "sentence"),
     [
-        (logs_its_rank, InexactError, r"worker 0 has log\.rank = 0\.0, worker 1 log\.rank = 1\.0"),
-        (logs_a_metric, TaskError, r"session\.log\(accuracy=\.\.\.\): the step has a metric of this name"),
-        (logs_text, TaskError, r"was given a str; give a number"),
-        (logs_early, TaskError, r"step\.metrics is known once all workers have computed"),
+        (logs_its_rank, 2, InexactError, r"worker 0 has log\.rank = 0\.0, worker 1 log\.rank = 1\.0"),
+        (logs_a_metric, 1, TaskError, r"session\.log\(accuracy=\.\.\.\): the step has a metric of this name"),
+        (logs_text, 1, TaskError, r"was given a str; give a number"),
+        (logs_early, 1, TaskError, r"step\.metrics is known once all workers have computed"),
     ],
 )
-def test_what_cannot_be_logged_is_refused(act: Callable[..., Any], error: type[Exception], sentence: str) -> None:
+def test_what_cannot_be_logged_is_refused(
+    act: Callable[..., Any], workers: int, error: type[Exception], sentence: str
+) -> None:
     with pytest.raises(error, match=sentence):
-        run(2, Logging(act), steps=STEPS)
+        run(workers, Logging(act), steps=STEPS)
 
 
 def saves_step_2(session: Session, step: UserStep) -> None:
@@ -162,7 +168,12 @@ def evaluated_by_task() -> Outcome:
     return train(1, microbatches=MICROBATCHES, steps=STEPS, evaluation=evaluation)
 
 
-@pytest.mark.parametrize(("workers", "kills"), [(1, []), (3, [(1, 2, "agree")]), (2, [(1, 2, "snapshot")])])
+BOTH = (3, [(1, 2, "snapshot"), (2, 4, "agree")])
+
+
+@pytest.mark.parametrize(
+    ("workers", "kills"), tried_each_time([BOTH], [BOTH, (1, []), (3, [(1, 2, "agree")]), (2, [(1, 2, "snapshot")])])
+)
 def test_an_evaluation_in_the_loop_has_the_bits_of_a_tasks(workers: int, kills: list[tuple[int, int, str]]) -> None:
     assert all("evaluation" in numbers for numbers in evaluated_by_task().numbers[1::2])
     assert run(workers, Evaluating(), kills=kills, steps=STEPS).bits == evaluated_by_task().bits
@@ -174,7 +185,7 @@ def test_the_ledger_of_a_loop_that_evaluates_and_loses_a_worker_agrees(tmp_path:
         train_fn=Evaluating(),
         data=samples(),
         batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
-        scaling=rs.ScalingConfig(num_workers=(1, 3)),
+        scaling=rs.ScalingConfig(num_workers=(1, 2)),
         run=rs.RunConfig(name="it", storage_path=str(tmp_path / "runs"), max_steps=STEPS),
     )
     trainer.faults = plan
@@ -294,17 +305,19 @@ class Outside(Evaluating):
 
 
 @pytest.mark.parametrize(
-    ("loop", "error", "sentence"),
+    ("loop", "workers", "error", "sentence"),
     [
-        (Rarely(), InexactError, r"step 1: 1 of 2 workers call session\.evaluate, and the others do not"),
-        (Nothing(), TaskError, r":\d+: session\.evaluate\(num_samples=0\): give 1 or more"),
-        (Early(), TaskError, r"session\.evaluate\(\) belongs into `with step:`, behind optimizer\.step"),
-        (Outside(), TaskError, r"session\.evaluate\(\) belongs into `with step:`"),
+        (Rarely(), 2, InexactError, r"step 1: 1 of 2 workers call session\.evaluate, and the others do not"),
+        (Nothing(), 1, TaskError, r":\d+: session\.evaluate\(num_samples=0\): give 1 or more"),
+        (Early(), 1, TaskError, r"session\.evaluate\(\) belongs into `with step:`, behind optimizer\.step"),
+        (Outside(), 1, TaskError, r"session\.evaluate\(\) belongs into `with step:`"),
     ],
 )
-def test_an_evaluation_at_another_place_is_refused(loop: Loop, error: type[Exception], sentence: str) -> None:
+def test_an_evaluation_at_another_place_is_refused(
+    loop: Loop, workers: int, error: type[Exception], sentence: str
+) -> None:
     with pytest.raises(error, match=sentence):
-        run(2, loop, steps=STEPS)
+        run(workers, loop, steps=STEPS)
 
 
 # -- the checks of a task's step, which yield more microbatches to the same body --

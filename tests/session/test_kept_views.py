@@ -12,6 +12,7 @@ from torch import nn
 from raysharded.actors.optimizer.held_parameters import FormerMemory
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
+from tests.cases import tried_each_time
 from tests.session.loops import Average, Loop, run
 from tests.session.test_replaced_objects import Acting, updates
 from tests.training.harness import Outcome
@@ -60,7 +61,7 @@ def remarks(outcome: Outcome) -> list[str]:
 @pytest.mark.procs
 @pytest.mark.parametrize("take", [local, detached])
 def test_views_that_are_kept_over_a_change_of_the_workers_are_remarked_once(take: Any) -> None:
-    (sentence,) = remarks(run(2, Keeping(take), kills=[(1, 2, "forward")]))
+    (sentence,) = remarks(run(2, Keeping(take), kills=[(1, 2, "forward")], steps=5))
     assert "a view of 'embedding.weight', such as" in sentence
     assert "take it from model.parameters() in each step" in sentence
 
@@ -68,12 +69,24 @@ def test_views_that_are_kept_over_a_change_of_the_workers_are_remarked_once(take
 @pytest.mark.procs
 @pytest.mark.parametrize(
     "loop",
-    [Keeping(detached, anew=True), Keeping(itself), Keeping(copied), Acting(updates), Loop()],
+    [
+        Keeping(detached, anew=True),
+        Keeping(itself),
+        Keeping(copied),
+        Acting(updates),
+        pytest.param(Loop(), marks=pytest.mark.long),
+    ],
     ids=["anew", "parameters", "copies", "average", "nothing"],
 )
-@pytest.mark.parametrize("phase", ["backward", pytest.param("apply", marks=pytest.mark.long)])
-def test_loops_that_keep_no_view_get_no_remark(loop: Any, phase: str) -> None:
-    outcome = run(3, loop, kills=[(1, 2, phase), (2, 4, "snapshot")], steps=6)
+@pytest.mark.parametrize(
+    ("workers", "kills"),
+    tried_each_time(
+        [(2, [(1, 2, "backward")])],
+        [(2, [(1, 2, "backward")]), *((3, [(1, 2, phase), (2, 4, "snapshot")]) for phase in ("backward", "apply"))],
+    ),
+)
+def test_loops_that_keep_no_view_get_no_remark(loop: Any, workers: int, kills: list[tuple[int, int, str]]) -> None:
+    outcome = run(workers, loop, kills=kills, steps=6 if workers == 3 else 4)
     assert remarks(outcome) == []
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -15,9 +17,10 @@ from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.actors.task_calls.task_errors import line_here
 from raysharded.errors import InexactError, TaskError
+from tests.cases import tried_each_time
 from tests.session import loops
 from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, run, schedule
-from tests.training.harness import Gpt, GptTask, samples
+from tests.training.harness import Gpt, GptTask, Outcome, samples
 
 pytestmark = pytest.mark.procs
 STEPS = 4
@@ -128,7 +131,7 @@ def test_a_parameter_that_is_frozen_before_it_has_memory_stays_frozen() -> None:
 
 
 class Keeping(Loop):
-    """Uses parameters that it has kept, in the third step."""
+    """Uses parameters that it has kept, from one place or from every place, in the third step."""
 
     def __init__(self, place: str, use: Callable[[list[nn.Parameter]], Any]) -> None:
         super().__init__()
@@ -136,14 +139,14 @@ class Keeping(Loop):
         self._kept: list[nn.Parameter] = []
 
     def built(self, model: nn.Module) -> None:
-        if self._place == "built":
-            self._kept = list(model.parameters())
+        if self._place in ("built", "everywhere"):
+            self._kept += model.parameters()
 
     def left(self, session: Session, step: UserStep, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        if step.number == 1 and self._place == "left":
-            self._kept = list(model.parameters())
-        if step.number == 1 and self._place == "groups":
-            self._kept = [param for group in optimizer.param_groups for param in group["params"]]
+        if step.number == 1 and self._place in ("left", "everywhere"):
+            self._kept += model.parameters()
+        if step.number == 1 and self._place in ("groups", "everywhere"):
+            self._kept += [param for group in optimizer.param_groups for param in group["params"]]
         if step.number == 3:
             self._use(self._kept)
 
@@ -161,18 +164,25 @@ def counts(params: list[nn.Parameter]) -> None:
     assert sum(param.numel() for param in params if param.requires_grad) > 0
 
 
-@pytest.mark.parametrize("use", [clips, averages])
-@pytest.mark.parametrize(("place", "when"), [("built", "from before session"), ("left", "of an"), ("groups", "of an")])
+PLACES = {"built": "from before session", "left": "of an", "groups": "of an"}
+
+
+@pytest.mark.parametrize(
+    ("place", "use"),
+    tried_each_time([("built", clips), ("left", averages), ("groups", clips)], product(PLACES, [clips, averages])),
+)
 def test_the_use_of_a_parameter_of_an_earlier_generation_is_refused(
-    place: str, when: str, use: Callable[[list[nn.Parameter]], Any]
+    place: str, use: Callable[[list[nn.Parameter]], Any]
 ) -> None:
-    with pytest.raises(TaskError, match=HERE + rf":\d+: a parameter {when}.* was used: .*model\.parameters\(\)"):
+    with pytest.raises(
+        TaskError, match=HERE + rf":\d+: a parameter {PLACES[place]}.* was used: .*model\.parameters\(\)"
+    ):
         run(2, Keeping(place, use), kills=[(1, 2, "forward")], steps=STEPS)
 
 
-@pytest.mark.parametrize("place", ["built", "left", "groups"])
-def test_parameters_may_be_kept_and_counted(place: str) -> None:
-    assert run(2, Keeping(place, counts), kills=[(1, 2, "forward")], steps=STEPS).bits == by_task(STEPS).bits
+def test_parameters_may_be_kept_and_counted() -> None:
+    loop = Keeping("everywhere", counts)
+    assert run(2, loop, kills=[(1, 2, "forward")], steps=STEPS).bits == by_task(STEPS).bits
 
 
 class SecondOptimizer(Loop):
@@ -185,7 +195,7 @@ class SecondOptimizer(Loop):
             self._other = torch.optim.SGD(optimizer.param_groups[0]["params"], lr=0.1)
 
 
-@pytest.mark.parametrize("step", [1, 2, 3])
+@pytest.mark.parametrize("step", tried_each_time([1, 3], [1, 2, 3]))
 def test_a_second_optimizer_with_parameters_of_the_model_is_refused(step: int) -> None:
     with pytest.raises(InexactError, match=r"a second optimizer, SGD, has parameters of the model: .*one optimizer"):
         run(1, SecondOptimizer(step), steps=5)
@@ -222,12 +232,15 @@ class Counting(Loop):
 
 @pytest.mark.parametrize(
     ("place", "phase"),
-    [("entered", "forward"), ("entered", "snapshot"), ("computed", "apply"), ("applied", "snapshot")],
+    tried_each_time(
+        [("entered", "forward"), ("computed", "apply"), ("applied", "snapshot")],
+        [("entered", "forward"), ("entered", "snapshot"), ("computed", "apply"), ("applied", "snapshot")],
+    ),
 )
 def test_a_counter_that_does_not_go_back_with_the_step_ends_the_run(place: str, phase: str) -> None:
     sentence = r"step [23] is computed again.* with other settings than before: optimizer\[0\]\.lr = .*register it"
     with pytest.raises(InexactError, match=sentence):
-        run(3, Counting(place), kills=[(1, 3, phase)], steps=STEPS)
+        run(2, Counting(place), kills=[(1, 3, phase)], steps=STEPS)
 
 
 class Late(Loop):
@@ -251,7 +264,9 @@ class Late(Loop):
                 optimizer.step()
 
 
-@pytest.mark.parametrize(("what", "workers"), [("rank", 2), ("count", 1), ("count", 3)])
+@pytest.mark.parametrize(
+    ("what", "workers"), tried_each_time([("rank", 2), ("count", 1)], [("rank", 2), ("count", 1), ("count", 3)])
+)
 def test_a_loss_that_comes_to_depend_on_the_worker_or_the_past_ends_the_run(what: str, workers: int) -> None:
     with pytest.raises(InexactError, match=r"step 4: microbatches .* have another .*step\.number and step\.microbatch"):
         run(workers, Late(what), steps=5)
@@ -286,10 +301,15 @@ class Modes(Holding):
         self._set("entered", step.number)
 
 
+@cache
+def alone_in_eval_mode() -> Outcome:
+    return run(1, Modes("entered", 2), steps=STEPS)
+
+
 def test_a_part_that_the_loop_puts_in_eval_mode_stays_in_it() -> None:
-    alone = run(1, Modes("entered", 2), steps=STEPS)
+    alone = alone_in_eval_mode()
     assert alone.bits != by_task(STEPS).bits
-    assert run(3, Modes("entered", 2), kills=[(1, 3, "backward")], steps=STEPS).bits == alone.bits
+    assert run(2, Modes("entered", 2), kills=[(1, 3, "backward")], steps=STEPS).bits == alone.bits
 
 
 class Once(Modes):
@@ -301,8 +321,7 @@ class Once(Modes):
 
 
 def test_modes_are_handed_to_a_worker_that_joins() -> None:
-    alone = run(1, Modes("entered", 2), steps=STEPS)
-    assert run(2, Once("entered", 2), kills=[(1, 3, "forward")], steps=STEPS).bits == alone.bits
+    assert run(2, Once("entered", 2), kills=[(1, 3, "forward")], steps=STEPS).bits == alone_in_eval_mode().bits
 
 
 class Hooking(Loop):
@@ -455,7 +474,7 @@ class OwnForward(Holding):
 
 
 def test_a_forward_of_all_workers_behind_the_microbatches_changes_no_bit() -> None:
-    assert run(3, OwnForward("applied"), kills=[(1, 3, "backward")], steps=STEPS).bits == by_task(STEPS).bits
+    assert run(2, OwnForward("applied"), kills=[(1, 3, "backward")], steps=STEPS).bits == by_task(STEPS).bits
 
 
 @pytest.mark.parametrize(
@@ -503,8 +522,17 @@ class Shrinking(Stale):
     def _forward(self, place: str, session: Session) -> None: ...
 
 
-@pytest.mark.parametrize("place", ["computed", "applied", "evaluated"])
-def test_weights_that_change_behind_another_forward_are_gathered_anew(place: str) -> None:
-    plain = run(1, Shrinking(place if place == "computed" else "applied"))
-    for workers in (1, 3):
-        assert [n["loss"] for n in run(workers, Stale(place)).numbers] == [n["loss"] for n in plain.numbers]
+@cache
+def shrunk(place: str) -> list[float]:
+    return run(1, Shrinking(place), steps=5).losses
+
+
+@pytest.mark.parametrize(
+    ("place", "workers"),
+    tried_each_time(
+        [("computed", 2), ("applied", 1), ("evaluated", 2)], product(["computed", "applied", "evaluated"], [1, 2, 3])
+    ),
+)
+def test_weights_that_change_behind_another_forward_are_gathered_anew(place: str, workers: int) -> None:
+    plain = shrunk(place if place == "computed" else "applied")
+    assert run(workers, Stale(place), steps=5).losses == plain

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
+from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -16,9 +18,10 @@ import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import InexactError, RayshardedError, TaskError
+from tests.cases import tried_each_time
 from tests.session.loops import Loop, by_task, compute, optimizer_of, run, schedule
 from tests.session.test_in_a_step import HELD_OUT
-from tests.training.harness import SEQUENCE, Gpt, GptTask
+from tests.training.harness import SEQUENCE, Gpt, GptTask, Outcome
 
 pytestmark = pytest.mark.procs
 FILE = re.escape(__file__)
@@ -65,6 +68,11 @@ class Acting:
                 self._outside(step=step, **objects)
 
 
+@cache
+def alone(behind: Callable[..., None] | None = None) -> Outcome:
+    return run(1, Acting(behind))
+
+
 # -- assigned memory --
 
 
@@ -83,10 +91,10 @@ def clamps(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> Non
 
 
 def test_values_that_are_assigned_to_the_optimizers_parameters_are_those_of_a_change_in_place() -> None:
-    plain = run(1, Acting(clamps))
-    assert plain.bits != run(1, Acting()).bits
+    plain = alone(clamps)
+    assert plain.bits != alone().bits
     assert run(1, Acting(assigns)).bits == plain.bits
-    assert run(3, Acting(assigns), kills=[(1, 5, "forward")]).bits == plain.bits
+    assert run(2, Acting(assigns), kills=[(1, 5, "forward")]).bits == plain.bits
 
 
 def replaces(*, step: UserStep, model: Any, **_: Any) -> None:
@@ -161,22 +169,24 @@ def evaluates_on_one(*, session: Session, step: UserStep, model: Any, **_: Any) 
 
 
 @pytest.mark.parametrize(
-    ("loop", "told"),
+    ("loop", "workers", "told"),
     [
-        (Acting(outside=adds_a_group), r"step 4: the optimizer has other groups"),
-        (Acting(outside=evaluates_on_one), r"step 5: .*modes.* differ between workers: .* worker 1 modes\[0\] = ''"),
-        (Acting(outside=replaces), r"step 4: 'norm\.weight', a parameter of the model or a layer, was replaced"),
-        (Acting(replaces_a_layer), r"step 3: 'norm', a parameter of the model or a layer, was replaced"),
-        (Acting(clears), r"entries of the optimizer's state of '.*' were deleted, as after optimizer\.state\.clear"),
-        (Acting(outside=clears), r"entries of the optimizer's state were dropped.* between step 3 and the next"),
-        (Acting(adds_to_a_buffer), r"buffer 'positions' changed in a forward, or in the loop"),
-        (Acting(outside=assigns), r"parameters changed between step 3 and the next"),
-        (Acting(calls_backward), r"a gradient of the parameters of .* came behind the microbatches"),
+        (Acting(outside=adds_a_group), 1, r"step 4: the optimizer has other groups"),
+        (Acting(outside=evaluates_on_one), 2, r"step 5: .*modes.* differ between workers: .* worker 1 modes\[0\] = ''"),
+        (Acting(outside=replaces), 1, r"step 4: 'norm\.weight', a parameter of the model or a layer, was replaced"),
+        (Acting(replaces_a_layer), 1, r"step 3: 'norm', a parameter of the model or a layer, was replaced"),
+        (Acting(clears), 1, r"entries of the optimizer's state of '.*' were deleted, as after optimizer\.state\.clear"),
+        (Acting(outside=clears), 1, r"entries of the optimizer's state were dropped.* between step 3 and the next"),
+        (Acting(adds_to_a_buffer), 1, r"buffer 'positions' changed in a forward, or in the loop"),
+        (Acting(outside=assigns), 1, r"parameters changed between step 3 and the next"),
+        (Acting(calls_backward), 1, r"a gradient of the parameters of .* came behind the microbatches"),
     ],
 )
-def test_what_a_loop_changes_behind_the_microbatches_is_refused_by_its_name(loop: Acting, told: str) -> None:
+def test_what_a_loop_changes_behind_the_microbatches_is_refused_by_its_name(
+    loop: Acting, workers: int, told: str
+) -> None:
     with pytest.raises(InexactError, match=told):
-        run(2, loop, steps=5)
+        run(workers, loop, steps=5)
 
 
 def changes_state_outside(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> None:
@@ -222,7 +232,7 @@ def decays_in_the_body(*, step: UserStep, optimizer: torch.optim.Optimizer, **_:
 )
 def test_state_that_a_loop_keeps_beside_the_optimizers_own_is_refused(loop: Acting, told: str) -> None:
     with pytest.raises(InexactError, match=told):
-        run(2, loop, steps=5)
+        run(1, loop, steps=5)
 
 
 def restarts(*, step: UserStep, model: Any, optimizer: torch.optim.Optimizer, **_: Any) -> None:
@@ -234,9 +244,9 @@ def restarts(*, step: UserStep, model: Any, optimizer: torch.optim.Optimizer, **
 
 
 def test_state_of_the_optimizer_may_be_changed_in_place_behind_its_step() -> None:
-    plain = run(1, Acting(restarts))
-    assert plain.bits != run(1, Acting()).bits
-    assert run(3, Acting(restarts), kills=[(1, 5, "forward")]).bits == plain.bits
+    plain = alone(restarts)
+    assert plain.bits != alone().bits
+    assert run(2, Acting(restarts), kills=[(1, 5, "forward")]).bits == plain.bits
     remarks = [text for fields in plain.of("step") for text in fields.get("remarks", ())]
     assert len([text for text in remarks if "changes the optimizer's state behind optimizer.step()" in text]) == 1
 
@@ -258,8 +268,12 @@ def penalty_of_sharded_parameters(*, model: Any, **_: Any) -> Any:
     return 1 + model.blocks[0].up.weight.full_tensor().pow(2).sum()
 
 
-@pytest.mark.parametrize("penalty", [penalty_of_parts, penalty_of_sharded_parameters])
-@pytest.mark.parametrize("workers", [1, 2])
+PENALTIES = [penalty_of_parts, penalty_of_sharded_parameters]
+
+
+@pytest.mark.parametrize(
+    ("workers", "penalty"), tried_each_time([(2, PENALTIES[0]), (1, PENALTIES[1])], product([1, 2], PENALTIES))
+)
 def test_a_gradient_of_a_workers_parts_of_the_model_is_refused(workers: int, penalty: Callable[..., Any]) -> None:
     with pytest.raises(InexactError, match=r"a gradient came to '.*' from outside the forward of its unit"):
         run(workers, Acting(body=penalty), steps=2)
@@ -328,7 +342,7 @@ def updates_and_looks(*, average: rs.ParameterTensors, **_: Any) -> None:
         pass
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("dtype", tried_each_time([torch.bfloat16], [torch.bfloat16, torch.float64]))
 def test_tensors_of_another_dtype_and_the_parameters_keep_their_bits(dtype: torch.dtype) -> None:
     assert run(1, Acting(updates_and_looks, dtype=dtype)).bits == run(1, Acting(updates, dtype=dtype)).bits
 
@@ -342,9 +356,9 @@ def evaluates_a_part(*, step: UserStep, model: Any, **_: Any) -> None:
 
 
 def test_a_mode_that_is_set_behind_the_update_outlives_a_kill() -> None:
-    one = run(1, Acting(evaluates_a_part))
-    assert one.bits != run(1, Acting()).bits
-    assert run(3, Acting(evaluates_a_part), kills=[(1, 4, "forward")]).bits == one.bits
+    one = alone(evaluates_a_part)
+    assert one.bits != alone().bits
+    assert run(2, Acting(evaluates_a_part), kills=[(1, 4, "forward")]).bits == one.bits
 
 
 def evaluates_a_part_and_held_out_data(*, session: Session, step: UserStep, model: Any, **others: Any) -> None:
@@ -355,15 +369,14 @@ def evaluates_a_part_and_held_out_data(*, session: Session, step: UserStep, mode
 
 
 def test_a_mode_that_is_set_behind_the_update_outlives_an_evaluation() -> None:
-    plain, evaluated = run(1, Acting(evaluates_a_part)), run(1, Acting(evaluates_a_part_and_held_out_data))
+    plain, evaluated = alone(evaluates_a_part), alone(evaluates_a_part_and_held_out_data)
     assert evaluated.fingerprint == plain.fingerprint
     assert evaluated.losses == plain.losses
 
 
 def test_a_mode_that_is_set_outside_the_with_outlives_a_kill() -> None:
-    one = run(1, Acting(outside=evaluates_a_part))
-    assert one.bits == run(1, Acting(evaluates_a_part)).bits
-    assert run(3, Acting(outside=evaluates_a_part), kills=[(1, 4, "forward")]).bits == one.bits
+    one = alone(evaluates_a_part)
+    assert run(2, Acting(outside=evaluates_a_part), kills=[(1, 4, "forward")]).bits == one.bits
 
 
 def draws_late(*, session: Session, step: UserStep, **_: Any) -> float:
@@ -372,7 +385,7 @@ def draws_late(*, session: Session, step: UserStep, **_: Any) -> float:
 
 def test_a_generator_that_is_made_late_draws_the_same_everywhere() -> None:
     one = run(1, Acting(body=draws_late))
-    assert run(3, Acting(body=draws_late), kills=[(1, 5, "forward")]).bits == one.bits
+    assert run(2, Acting(body=draws_late), kills=[(1, 5, "forward")]).bits == one.bits
 
 
 class Saving(Loop):
@@ -384,6 +397,6 @@ class Saving(Loop):
 @pytest.mark.parametrize("kill", [(1, 5, "forward"), (1, 4, "snapshot")])
 def test_a_checkpoint_that_was_requested_outlives_a_kill(kill: tuple[int, int, str]) -> None:
     """In the second case step 4 is done again, and requests it again."""
-    found = run(3, Saving(), kills=[kill])
+    found = run(2, Saving(), kills=[kill])
     assert found.bits == by_task().bits
     assert [fields["step"] for fields in found.of("checkpoint")] == [5, 6]
