@@ -30,7 +30,7 @@ from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, r
 from tests.training.harness import Gpt, Outcome, make_driver, make_limits
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
 
-STEPS, JOIN_STEPS = 6, 24
+STEPS, JOIN_STEPS = 6, 12
 _WAIT_S, _LOOK_UP_S = 60.0, 0.01
 
 
@@ -155,7 +155,7 @@ def frozen_gpt() -> nn.Module:
 def test_a_resumed_run_trains_a_part_that_the_loop_has_put_in_train_mode(tmp_path: Path) -> None:
     job = small_job(f"{tmp_path}/run", task=TrainFunction(Unfreezing()), steps=3)
     make_driver(job, make_limits(job, 1), Listening()).run()
-    state, _ = resume(job.run_url, 2, steps=STEPS, task=TrainFunction(Unfreezing()))
+    state, _ = resume(job.run_url, 1, steps=STEPS, task=TrainFunction(Unfreezing()))
     assert fingerprint(state) == run(1, Unfreezing()).fingerprint
 
 
