@@ -1,4 +1,4 @@
-"""Try the corpus of programs: `python -m tests.corpus [--rows NAME ...] [--kinds KIND ...] [--tenth] [--varied ...]`.
+"""Try the corpus of programs: `python -m tests.corpus [--rows NAME ...] [--kinds KIND ...] [--tenth] [--short] [--varied ...]`.
 
 Prints a line for each row: equal at every size and equal to plain torch, or refused; in capitals if the result differs
 from the row. Results of unchanged code are kept in build/corpus and not repeated. Exit status 1: some result differs
@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=sorted(ROWS), metavar="NAME", help="these alone")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, metavar="KIND", help="those of these kinds")
     parser.add_argument("--tenth", action="store_true", help="those that are tried each time")
+    parser.add_argument("--short", action="store_true", help="in two runs where three are usual")
     parser.add_argument("--varied", nargs="*", choices=sorted(VARIANTS), metavar="VARIANT", help="a tenth otherwise")
     parser.add_argument("--folder", type=Path, default=ROOT / "build" / "corpus", help="where results are kept")
     asked = parser.parse_args()
@@ -50,8 +51,8 @@ def main() -> None:
     ]
     if any(row.name in NEED_TRANSFORMERS for row in rows):
         forked.PRELOADED.append("tests.corpus.preloaded")
-    trials = _usual(rows) if asked.varied is None else _varied(rows, asked.varied or list(VARIANTS))
-    kept: Path = asked.folder / f"{_code()}.jsonl"
+    trials = _usual(rows, asked.short) if asked.varied is None else _varied(rows, asked.varied or list(VARIANTS))
+    kept: Path = asked.folder / f"{_code()}{'-short' * asked.short}.jsonl"
     kept.parent.mkdir(parents=True, exist_ok=True)
     known = {one.row: one for one in map(_read, kept.read_text().splitlines())} if kept.exists() else {}
     tried, wrong = 0, 0
@@ -67,13 +68,13 @@ def main() -> None:
     sys.exit(1 if wrong else 0)
 
 
-def _usual(rows: Sequence[Row]) -> Iterator[Trial]:
+def _usual(rows: Sequence[Row], is_short: bool) -> Iterator[Trial]:
     for row in rows:
-        yield row.kind, row.name, partial(_tried, row)
+        yield row.kind, row.name, partial(_tried, row, is_short)
 
 
-def _tried(row: Row) -> Verdict:
-    return verdict(row, program_of(row.name))
+def _tried(row: Row, is_short: bool) -> Verdict:
+    return verdict(row, program_of(row.name), is_short=is_short)
 
 
 def _varied(rows: Sequence[Row], variants: Sequence[str]) -> Iterator[Trial]:

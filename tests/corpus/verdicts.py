@@ -19,10 +19,10 @@ Outcome = Literal["equal", "refused", "WRONG", "FALSE ALARM", "NOT REFUSED", "OT
 """Failures are in capitals. WRONG: other bits at another size, or other numbers than plain torch's. BROKEN: it ended
 with an error that is not raysharded's, or a step that was computed again gave other numbers."""
 SIZES = (Size(workers=1), Size(workers=3), Size(workers=3, is_killed=True))
-APART = SIZES[::2]
-"""Sizes of separate workers: each takes as long to start as a hundred forked ones."""
+FEWER = SIZES[::2]
+"""Sizes of a short trial, and of separate workers: each of those takes as long to start as a hundred forked ones."""
 RESUMED = (Size(workers=1, then=1), Size(workers=3, then=1), Size(workers=1, then=3))
-"""Sizes of a program in two parts."""
+"""Sizes of a program in two parts; the last two are those of a short trial."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,11 +39,11 @@ class Verdict:
         return self.outcome in ("equal", "refused")
 
 
-def verdict(row: Row, program: Program) -> Verdict:
-    """Train the program at each size, and compare."""
+def verdict(row: Row, program: Program, *, is_short: bool = False) -> Verdict:
+    """Train the program at each size, and compare. `is_short`: not at three workers that nothing happens to."""
     ran: dict[str, Ran] = {}
     refusals: dict[str, str] = {}
-    for size in _sizes_of(row, program):
+    for size in _sizes_of(row, program, is_short):
         if refusals and size.is_killed:
             break  # it ends before the kill
         try:
@@ -65,12 +65,12 @@ def verdict(row: Row, program: Program) -> Verdict:
     return Verdict(row=row.name, outcome="equal", why=f"{len(ran)} runs")
 
 
-def _sizes_of(row: Row, program: Program) -> Sequence[Size]:
+def _sizes_of(row: Row, program: Program, is_short: bool) -> Sequence[Size]:
     if program.then is not None:
-        return RESUMED
-    if row.separate:
-        return SIZES[1:2] if row.is_refused else APART  # one worker alone cannot show the cause of that refusal
-    return SIZES
+        return RESUMED[1:] if is_short else RESUMED
+    if row.separate and row.is_refused:  # one worker alone cannot show the cause of that refusal
+        return (Size(workers=2),) if is_short else SIZES[1:2]
+    return FEWER if row.separate or (is_short and not row.words) else SIZES
 
 
 def verdict_varied(name: str, variant: Variant, program: Program) -> Verdict:

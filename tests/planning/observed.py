@@ -35,7 +35,7 @@ from raysharded.planning.tracing.tensor_lifetimes import MemoryFollower
 from raysharded.task import Strategy, has_tensor_parallelism
 from tests.training.harness import train
 
-_STEPS = 5
+_STEPS = 4
 _STEADY = range(3, _STEPS + 1)
 """Steps before which all snapshots and mirrors were there."""
 

@@ -28,14 +28,25 @@ def microbatches_of(layout: Mesh) -> int:
     return 7 if layout.world_size == 3 else 5
 
 
+STRATEGIES: dict[str, Strategy] = {"blocks.0": "gradients", "blocks.1": "replicate"}
+"""One of three blocks is gathered once, one is whole on every worker, and one has the defaults."""
+
+
 class Cut(GptTask):
-    """One of three blocks is gathered once, one is whole on every worker, and one has the defaults."""
+    """Blocks with `STRATEGIES`."""
 
     def build_model(self) -> nn.Module:
         return Gpt(layers=3)
 
     def strategy(self, name: str, module: nn.Module) -> Strategy | None:
-        return {"blocks.0": "gradients", "blocks.1": "replicate"}.get(name)  # type: ignore[return-value]
+        return STRATEGIES.get(name)
+
+
+class OddCut(OddTask):
+    """Blocks of different sizes with `STRATEGIES`."""
+
+    def strategy(self, name: str, module: nn.Module) -> Strategy | None:
+        return STRATEGIES.get(name)
 
 
 TASKS: dict[str, tuple[rs.Task, rs.EngineConfig, int]] = {
@@ -43,6 +54,7 @@ TASKS: dict[str, tuple[rs.Task, rs.EngineConfig, int]] = {
     "odd": (OddTask(), rs.EngineConfig(), 2),
     "llama": (LlamaTask(), rs.EngineConfig(activation_checkpointing=True), 0),
     "cut": (Cut(), rs.EngineConfig(), 2),
+    "odd, cut": (OddCut(), rs.EngineConfig(), 2),
 }
 """Task, engine, number of metrics."""
 OTHER_ENGINES = {
@@ -126,17 +138,13 @@ LAYOUTS = {
     "odd": ("1x1", "1x3", "2x2"),
     "llama": ("1x1", "3x1", "2x2", "1x2"),
     "cut": ("2x2",),
+    "odd, cut": ("2x2",),
 }
-"""Cases; the last ones run always, the others before a release."""
+EACH_TIME = [("gpt", "1x3"), ("llama", "1x2"), ("odd, cut", "2x2")]
 
 
 @pytest.mark.parametrize(
-    ("name", "layout"),
-    [
-        pytest.param(name, layout, marks=[pytest.mark.long] * (layout != LAYOUTS[name][-1]))
-        for name in TASKS
-        for layout in LAYOUTS[name]
-    ],
+    ("name", "layout"), tried_each_time(EACH_TIME, of=[(name, layout) for name in TASKS for layout in LAYOUTS[name]])
 )
 def test_memory_is_within_5_percent_and_traffic_is_what_was_counted(name: str, layout: str) -> None:
     task, engine, num_metrics = TASKS[name]
@@ -152,8 +160,14 @@ OTHER_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), tried_each_time(OTHER_LAYOUTS[:3], of=OTHER_LAYOUTS))
+@pytest.mark.parametrize(("name", "layout"), OTHER_LAYOUTS[:3])
 def test_so_they_are_with_other_settings(name: str, layout: str) -> None:
+    check(OddTask(), OTHER_ENGINES[name], mesh(layout), num_metrics=2)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "layout"), OTHER_LAYOUTS)
+def test_so_they_are_with_other_settings_and_dropout(name: str, layout: str) -> None:
     check(GptTask(), OTHER_ENGINES[name], mesh(layout), num_metrics=2)
 
 

@@ -19,17 +19,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from raysharded.actors.comm import links
 from raysharded.actors.comm.abortable_wait import FREEING, join_or_leave, keep_until_ended
 from raysharded.actors.comm.fsdp_collectives import AllGather, ReduceScatter, all_to_all
 from raysharded.actors.comm.groups import Groups, Rendezvous
 from raysharded.actors.comm.lasting_threads import begin
-from raysharded.actors.comm.links import CONNECT_TIMEOUT_S
 from raysharded.actors.telemetry.stack_probe import is_waiting
 from raysharded.errors import CollectiveAborted
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh
 from raysharded.rendezvous.server import RendezvousStore
 from raysharded.testing import Fault
+from tests import patches
 from tests.forked import PRELOADED
 from tests.ray.leftovers import wait_until
 from tests.training.harness import Gpt, GptTask, train
@@ -42,11 +43,13 @@ pytestmark = [
 _BYTES = 1 << 30
 """More than any socket takes: a message that is on its way for a while."""
 _FEW_BYTES = 1 << 10
-_TIMEOUT_S = 12.0
+_TIMEOUT_S = 6.0
 """gloo's own time-out."""
+_CONNECT_TIMEOUT_S = 2.0
+"""In place of that of `links`, in a test that waits longer."""
 
 
-def place(store: RendezvousStore, rank: int) -> Rendezvous:
+def place(store: RendezvousStore, rank: int, does: str) -> Rendezvous:
     return Rendezvous(
         host="127.0.0.1",
         port=store.port,
@@ -55,7 +58,7 @@ def place(store: RendezvousStore, rank: int) -> Rendezvous:
         rank=rank,
         mesh=Mesh(shards=2),
         arrival_timeout_s=60.0,
-        collective_timeout_s=_TIMEOUT_S,
+        collective_timeout_s=60.0 if does == "sends late" else _TIMEOUT_S,  # where nobody waits until then
     )
 
 
@@ -70,6 +73,8 @@ def message() -> torch.Tensor:
 def peer(where: Rendezvous, does: str) -> None:
     """The other worker: rank 1."""
     torch.set_num_threads(1)
+    if does == "sends late":
+        patches.replace(links, "CONNECT_TIMEOUT_S", _CONNECT_TIMEOUT_S)
     groups = Groups(use_gpu=False)
     groups.form(where)
     shard_group: Any = dist.group.WORLD
@@ -81,7 +86,7 @@ def peer(where: Rendezvous, does: str) -> None:
         shard_group._reduce_scatter_base(own, given.clone(), dist.ReduceScatterOptions()).wait()
         ReduceScatter(groups.finish)(own, given, shard_group, dist.ReduceOp.SUM)
     elif does == "sends late":
-        time.sleep(CONNECT_TIMEOUT_S + 0.5)
+        time.sleep(_CONNECT_TIMEOUT_S + 0.5)
         groups.state.deliver(groups.state.send(data[-_FEW_BYTES:], 0, 7))
     elif does == "dies while it receives":
         coming = groups.state.recv(data, 0, 7)
@@ -108,11 +113,11 @@ class Pair:
         self.does, self.store = does, RendezvousStore("127.0.0.1")
         context = get_context("forkserver")
         context.set_forkserver_preload(PRELOADED)
-        where = place(self.store, 1)
+        where = place(self.store, 1, does)
         self.process: ForkServerProcess = context.Process(target=peer, args=(where, does), daemon=True)
         self.process.start()
         self.groups = Groups(use_gpu=False)
-        self.groups.form(place(self.store, 0))
+        self.groups.form(place(self.store, 0, does))
 
     def stop_peer(self) -> None:
         assert self.process.pid is not None
@@ -130,7 +135,9 @@ class Pair:
 
 
 @pytest.fixture
-def pair(request: pytest.FixtureRequest) -> Iterator[Pair]:
+def pair(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pair]:
+    if request.param == "sends late":
+        monkeypatch.setattr(links, "CONNECT_TIMEOUT_S", _CONNECT_TIMEOUT_S)
     pair = Pair(request.param)
     yield pair
     pair.end()
@@ -299,8 +306,8 @@ class LargeTask(GptTask):
 def test_who_dies_while_mirrors_are_on_their_way_takes_nobody_along() -> None:
     until_they_are = Fault(worker=WorkerId(1), step=2, phase="data", kind="slow", seconds=0.02)
     dies = Fault(worker=WorkerId(1), step=2, phase="data")
-    outcome = train(3, task=LargeTask(), microbatches=2, steps=3, faults=[until_they_are, dies])
-    assert outcome.bits == train(1, task=LargeTask(), microbatches=2, steps=3).bits
+    outcome = train(3, task=LargeTask(), microbatches=2, steps=2, faults=[until_they_are, dies])
+    assert outcome.bits == train(1, task=LargeTask(), microbatches=2, steps=2).bits
     assert [lost["worker"] for lost in outcome.of("worker_lost")] == [1]
 
 

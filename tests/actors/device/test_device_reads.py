@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import math
+import os
 import sys
 import threading
-from collections import Counter
 from collections.abc import Iterator
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from hypothesis import given, settings, strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import raysharded
+import raysharded as rs
 from raysharded.actors.device import accelerator
 from raysharded.actors.device.device_waits import on_device, on_host
 from raysharded.actors.numerics.grad_norm import norm_from_words, square_sum_words
+from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.actors.step import forward_backward
 from raysharded.actors.step.forward_backward import Results
 from raysharded.task import Loss, TrainFunction
 from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.actors.device.host_accelerator import HostAccelerator
+from tests.cases import tried_each_time
 from tests.session.loops import Loop
 from tests.training.harness import Gpt, GptTask, train
 
@@ -166,28 +170,36 @@ def test_a_microbatchs_results_are_noted_without_a_wait_for_its_forward() -> Non
 
 
 class Counting(DoubleAccelerator):
-    """Writes a line for each call, and one for each read of the device. Batches take page-locked memory, too."""
+    """Writes a line for each call, one for each read of the device, and one for each step of the optimizer, into a file
+    of its process. Batches take page-locked memory, too."""
 
-    def __init__(self, file: str) -> None:
+    def __init__(self, folder: str) -> None:
         super().__init__()
-        self._file = file
-        self.on_call = self._note
+        self._file = Path(folder) / str(os.getpid())
+        self.on_call = self.note
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         if sys._getframe(1).f_code is on_host.__code__:
-            self._note("read")
+            self.note("read")
         if threading.current_thread().name.startswith("pages"):
-            self._note("region")
+            self.note("region")
         return super().pinned(size_bytes)
 
-    def _note(self, call: str) -> None:
-        with open(self._file, "a", encoding="utf-8") as file:
+    def note(self, call: str) -> None:
+        with self._file.open("a", encoding="utf-8") as file:
             file.write(f"{call}\n")
 
 
-def counting(file: str) -> None:
+def counting(folder: str) -> None:
     """In a worker's process: count the reads."""
-    accelerator.use(Counting(file))
+    device, apply = Counting(folder), ShardOptimizer.apply
+
+    def noted(*args: Any, **options: Any) -> Any:
+        device.note("apply")
+        return apply(*args, **options)
+
+    setattr(ShardOptimizer, "apply", noted)  # noqa: B010 - a function for another
+    accelerator.use(device)
 
 
 class Deeper(GptTask):
@@ -197,24 +209,33 @@ class Deeper(GptTask):
         return Gpt(layers=6)
 
 
+RUNS: dict[str, tuple[int, int, rs.Task]] = {
+    "2 microbatches": (2, 1, GptTask()),
+    "16 microbatches": (16, 1, GptTask()),
+    "a deeper model": (2, 1, Deeper()),
+    "a deeper model with 8 microbatches": (8, 1, Deeper()),
+    "2 workers": (4, 2, GptTask()),
+    "a loop of a user": (4, 2, TrainFunction(Loop())),
+}
+"""Name -> microbatches, workers, and task."""
+
+
 @pytest.mark.procs
 @pytest.mark.parametrize(
-    ("microbatches", "workers", "task"),
-    [(2, 1, GptTask()), (16, 1, GptTask()), (2, 1, Deeper()), (4, 2, GptTask()), (4, 2, TrainFunction(Loop()))],
-    ids=["2 microbatches", "16 microbatches", "a deeper model", "2 workers", "a loop of a user"],
+    "name", tried_each_time(["a deeper model with 8 microbatches", "2 workers", "a loop of a user"], RUNS)
 )
-def test_a_step_reads_the_device_at_most_twice(
-    tmp_path: Path, microbatches: int, workers: int, task: GptTask | TrainFunction
-) -> None:
-    """Between two steps in which buffers and hooks are compared, as they are at intervals."""
-    counts = []
-    for steps in (5, 7):
-        file = tmp_path / f"{steps}"
-        prepare = partial(counting, str(file))
-        train(workers, use_gpu=True, task=task, steps=steps, microbatches=microbatches, prepare=prepare)
-        counts.append(Counter(file.read_text().split()))
-    assert counts[1]["read"] - counts[0]["read"] == workers * 2 * (7 - 5), counts
-    assert counts[1]["region"] == workers, "the memory of a worker's buffers is allocated beside its start"
+def test_a_step_reads_the_device_at_most_twice(tmp_path: Path, name: str) -> None:
+    """Between two steps in which buffers and hooks are compared, as they are at intervals: the fourth and the eighth."""
+    microbatches, workers, task = RUNS[name]
+    prepare = partial(counting, str(tmp_path))
+    train(workers, use_gpu=True, task=task, steps=7, microbatches=microbatches, prepare=prepare)
+    logs = [file.read_text().split() for file in tmp_path.iterdir()]
+    assert len(logs) == workers
+    for calls in logs:
+        updates = [index for index, call in enumerate(calls) if call == "apply"]
+        assert len(updates) == 7
+        assert [calls[one:other].count("read") for one, other in pairwise(updates[4:])] == [2, 2]
+        assert calls.count("region") == 1, "the memory of a worker's buffers is allocated beside its start"
 
 
 ACTORS = Path(raysharded.__file__).parent / "actors"

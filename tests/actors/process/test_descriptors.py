@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import resource
-import subprocess
-import sys
+from functools import cache
 
 import pytest
 
+from raysharded.actors.process.stop_reason import ending_of
 from raysharded.protocol import descriptors
-from tests.paths import ROOT
-from tests.training.harness import train
+from tests.forked import in_a_fork
+from tests.training.harness import Outcome, train
 
 
-def in_a_process(script: str) -> str:
-    ran = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
-    )
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout
+def raised() -> list[int | None]:
+    """The limits before and after the process raises them."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (128, 300))
+    return [descriptors.limit(), descriptors.raise_limit(), descriptors.limit(), descriptors.hard_limit()]
 
 
 def test_a_process_raises_its_soft_limit_to_the_hard_one() -> None:
-    script = """
-import resource
-from raysharded.protocol import descriptors
-resource.setrlimit(resource.RLIMIT_NOFILE, (128, 300))
-print(descriptors.limit(), descriptors.raise_limit(), descriptors.limit(), descriptors.hard_limit())
-"""
-    assert in_a_process(script).split() == ["128", "300", "300", "300"]
+    assert in_a_fork(raised) == [128, 300, 300, 300]
 
 
 @pytest.mark.parametrize("workers", [1, 2, 121, 126, 1000])
@@ -47,31 +40,42 @@ def test_a_run_that_is_too_large_for_the_hard_limit_is_named_with_the_remedy(mon
     )
 
 
+def at_the_limit() -> tuple[str, str, str]:
+    """Errors of a process that has no open file left, and before that the kind of another process's error."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
+    theirs = ending_of(ValueError("rank 3: Too many open files"), interrupted=False)
+    held: list[int] = []
+    try:
+        while True:
+            held.append(os.open(os.devnull, os.O_RDONLY))
+    except OSError as error:
+        failure = error
+    for one in held[:8]:
+        os.close(one)
+    own = [
+        ending_of(error, interrupted=False).error
+        for error in (failure, RuntimeError("gloo: epoll_create: Too many open files"))
+    ]
+    first, second = (f"{type(error).__name__} {error}" for error in own)
+    return first, second, type(theirs.error).__name__
+
+
 def test_the_error_at_the_limit_is_no_error_of_the_task_and_another_processs_error_is() -> None:
-    script = """
-import os, resource
-from raysharded.actors.process.stop_reason import ending_of
-resource.setrlimit(resource.RLIMIT_NOFILE, (96, 96))
-theirs = ending_of(ValueError("rank 3: Too many open files"), interrupted=False)
-held = []
-try:
-    while True:
-        held.append(open(os.devnull))
-except OSError as error:
-    failure = error
-for one in held[:8]:
-    one.close()
-for error in (failure, RuntimeError("gloo: epoll_create: Too many open files")):
-    found = ending_of(error, interrupted=False)
-    print(type(found.error).__name__, found.error)
-print(type(theirs.error).__name__)
-"""
-    first, second, theirs = in_a_process(script).splitlines()
+    first, second, theirs = in_a_fork(at_the_limit)
     for line in (first, second):
         assert line.startswith("ClusterError this process has no open file left of the 96 that it may have (")
         assert "`ulimit -Hn 192`" in line
     assert "epoll_create" in second
     assert theirs == "TaskError"
+
+
+STEPS = 5
+
+
+@cache
+def alone() -> Outcome:
+    """The undisturbed run."""
+    return train(1, steps=STEPS)
 
 
 def few() -> None:
@@ -81,9 +85,8 @@ def few() -> None:
 
 @pytest.mark.procs
 def test_a_join_at_the_limit_is_made_without_a_preparation_and_no_process_dies() -> None:
-    plain = train(3, steps=5)
-    found = train(3, steps=5, kills=[(1, 2, "apply")], losses=1, prepare=few)
-    assert found.bits == plain.bits
+    found = train(3, steps=STEPS, kills=[(1, 2, "apply")], losses=1, prepare=few)
+    assert found.bits == alone().bits
     assert [one["worker"] for one in found.of("worker_lost")] == [1]
     failures = found.of("preparation_failed")
     assert failures
@@ -99,9 +102,8 @@ def fewest() -> None:
 
 @pytest.mark.procs
 def test_a_run_goes_on_with_as_many_workers_as_their_open_files_connect_and_says_so() -> None:
-    plain = train(3, steps=4)
-    found = train(3, steps=4, losses=2, prepare=fewest)
-    assert found.bits == plain.bits
+    found = train(3, steps=STEPS, losses=2, prepare=fewest)
+    assert found.bits == alone().bits
     assert found.of("worker_lost") == []
     assert found.of("preparation_failed") == []
     generation, *others = found.of("generation")

@@ -71,7 +71,7 @@ def serving() -> Iterator[tuple[str, type[Metadata]]]:
     service = type("Service", (Metadata,), {"changed": threading.Condition()})
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), service) as server:
         server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         try:
             yield f"http://127.0.0.1:{server.server_port}", service
         finally:
@@ -111,6 +111,13 @@ def test_a_notice_without_a_time_is_a_notice_all_the_same(notice: str) -> None:
         assert Aws(url)() == 120.0
 
 
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service is asked more often."""
+    monkeypatch.setattr(preemption_notices, "_EVERY_S", 0.1)
+
+
+@pytest.mark.usefixtures("often")
 def test_google_reports_at_once_that_a_machine_is_preempted() -> None:
     told = threading.Event()
     heard: list[tuple[str, float]] = []
@@ -121,7 +128,7 @@ def test_google_reports_at_once_that_a_machine_is_preempted() -> None:
 
     with serving() as (url, service):
         watch([Gcp("instance/preempted", "TRUE", 30.0, url)], tell)
-        assert not told.wait(1.5)  # by then it hangs in the second question
+        assert not told.wait(0.5)  # by then it hangs in the second question
         with service.changed:
             service.preempted = "TRUE"
             service.changed.notify_all()
@@ -136,6 +143,7 @@ def test_a_migration_for_maintenance_is_no_notice() -> None:
         assert Gcp("instance/preempted", "TERMINATE_ON_HOST_MAINTENANCE", 60.0, url)() is None
 
 
+@pytest.mark.usefixtures("often")
 def test_errors_of_the_service_and_of_ones_own_function_only_delay_the_notice() -> None:
     told = threading.Event()
     calls: list[int] = []
@@ -186,7 +194,7 @@ def test_an_answer_that_is_not_googles_is_refused() -> None:
                 super().send_header(keyword, value)
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Other) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
         with pytest.raises(ValueError, match="not answered by Google"):
             Gcp("instance/preempted", "TRUE", 30.0, f"http://127.0.0.1:{server.server_port}")()
         server.shutdown()
