@@ -32,7 +32,6 @@ from raysharded.rendezvous.server import RendezvousStore
 from raysharded.testing import Fault
 from tests import patches
 from tests.forked import PRELOADED
-from tests.ray.leftovers import wait_until
 from tests.training.harness import Gpt, GptTask, train
 
 pytestmark = [
@@ -211,6 +210,8 @@ def test_a_collective_in_the_middle_of_a_message_and_its_group_is_freed_when_glo
 
 @pytest.mark.parametrize("pair", ["waits"], indirect=True)
 def test_closed_groups_are_freed_in_another_thread(pair: Pair) -> None:
+    from tests.ray.leftovers import wait_until  # Ray, half a second of each peer's start if it were above
+
     ended = pair.groups.close()
     gc.collect()
     threads = num_threads()
