@@ -23,9 +23,9 @@ import raysharded as rs
 from raysharded.actors.device import accelerator
 from raysharded.actors.device.device_waits import on_device, on_host
 from raysharded.actors.numerics.grad_norm import norm_from_words, square_sum_words
-from raysharded.actors.optimizer.shard_optimizer import ShardOptimizer
 from raysharded.actors.step import forward_backward
 from raysharded.actors.step.forward_backward import Results
+from raysharded.actors.step.step import Step
 from raysharded.task import Loss, TrainFunction
 from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.actors.device.host_accelerator import HostAccelerator
@@ -170,8 +170,8 @@ def test_a_microbatchs_results_are_noted_without_a_wait_for_its_forward() -> Non
 
 
 class Counting(DoubleAccelerator):
-    """Writes a line for each call, one for each read of the device, and one for each step of the optimizer, into a file
-    of its process. Batches take page-locked memory, too."""
+    """Writes a line for each call, for each read of the device, and for each step that is committed, into a file of its
+    process. Batches take page-locked memory, too."""
 
     def __init__(self, folder: str) -> None:
         super().__init__()
@@ -192,13 +192,13 @@ class Counting(DoubleAccelerator):
 
 def counting(folder: str) -> None:
     """In a worker's process: count the reads."""
-    device, apply = Counting(folder), ShardOptimizer.apply
+    device, commit = Counting(folder), Step.commit
 
-    def noted(*args: Any, **options: Any) -> Any:
-        device.note("apply")
-        return apply(*args, **options)
+    def noted(step: Step) -> None:
+        device.note("commit")
+        commit(step)
 
-    setattr(ShardOptimizer, "apply", noted)  # noqa: B010 - a function for another
+    setattr(Step, "commit", noted)  # noqa: B010 - a function for another
     accelerator.use(device)
 
 
@@ -232,9 +232,9 @@ def test_a_step_reads_the_device_at_most_twice(tmp_path: Path, name: str) -> Non
     logs = [file.read_text().split() for file in tmp_path.iterdir()]
     assert len(logs) == workers
     for calls in logs:
-        updates = [index for index, call in enumerate(calls) if call == "apply"]
-        assert len(updates) == 7
-        assert [calls[one:other].count("read") for one, other in pairwise(updates[4:])] == [2, 2]
+        ends = [index for index, call in enumerate(calls) if call == "commit"]
+        assert len(ends) == 7
+        assert [calls[one:other].count("read") for one, other in pairwise(ends[4:])] == [2, 2]
         assert calls.count("region") == 1, "the memory of a worker's buffers is allocated beside its start"
 
 

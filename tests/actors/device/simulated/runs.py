@@ -54,11 +54,11 @@ class Findings:
     """Files and lines of the calls that ordered streams."""
 
 
-def findings(name: str, removal: Removal | None = None) -> Findings:
-    """Findings of a run. Raises AssertionError if a worker was not watched."""
+def findings(name: str, removal: Removal | None = None, **others: Any) -> Findings:
+    """Findings of a run; `others`: other settings of it. Raises AssertionError if a worker was not watched."""
     workers, how = RUNS[name]
     with tempfile.TemporaryDirectory() as folder:
-        settings = {"steps": 4, "microbatches": 4} | how
+        settings = {"steps": 4, "microbatches": 4} | how | others
         outcome = train(workers, use_gpu=True, prepare=partial(simulate, folder, removal), **settings)
         found = [json.loads(file.read_text(encoding="utf-8")) for file in Path(folder).iterdir()]
     busy = [each for each in found if each["accesses"] > 10_000 and each["streams"] >= 6]

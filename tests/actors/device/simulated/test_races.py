@@ -18,30 +18,44 @@ def test_the_engine_orders_all_that_it_and_fsdp2_do(name: str) -> None:
     assert findings(name).problems == ()
 
 
-@pytest.mark.parametrize(
-    ("name", "module", "text", "kind"),
-    [
-        ("local", "tree_reducer", "accelerator().keep_for_current_stream(gradient)", "reused while in use"),
-        ("shards", "async_copy", "stream.wait_stream(accelerator().current_stream(device))", "race"),
-        ("shards", "_fsdp_collectives", "reduce_scatter_stream.wait_stream(current_stream)", "race"),
-        ("one worker", "collation", "accelerator().current_stream(self._device).wait_event(self._done)", "race"),
-        pytest.param(
-            "a loss",
-            "host_group",
-            "wait_for(accelerator().record(accelerator().current_stream(device)))",
-            "race",
-            marks=pytest.mark.long,
-        ),
-    ],
-    ids=["memory that is kept", "snapshot", "exchange", "copy ahead", "state through the device"],
-)
-def test_a_wait_that_is_removed_is_found(name: str, module: str, text: str, kind: str) -> None:
+FEW = {"steps": 2, "microbatches": 2}
+WAITS: dict[str, tuple[str, str, str, str, dict[str, int]]] = {
+    "memory that is kept": (
+        "local",
+        "tree_reducer",
+        "accelerator().keep_for_current_stream(gradient)",
+        "reused while in use",
+        {},
+    ),
+    "snapshot": ("shards", "async_copy", "stream.wait_stream(accelerator().current_stream(device))", "race", FEW),
+    "exchange": ("shards", "_fsdp_collectives", "reduce_scatter_stream.wait_stream(current_stream)", "race", FEW),
+    "copy ahead": (
+        "one worker",
+        "collation",
+        "accelerator().current_stream(self._device).wait_event(self._done)",
+        "race",
+        FEW,
+    ),
+    "state through the device": (
+        "a loss",
+        "host_group",
+        "wait_for(accelerator().record(accelerator().current_stream(device)))",
+        "race",
+        {},
+    ),
+}
+"""Name -> the run, the module and the call without which it is tried, the kind of a problem, and settings of the run."""
+
+
+@pytest.mark.parametrize("wait", tried_each_time(["memory that is kept", "exchange"], WAITS))
+def test_a_wait_that_is_removed_is_found(wait: str) -> None:
     """A missing wait leaves one stream unordered with others, so all problems have that stream in common.
 
     It may also show as a reuse: memory that the stream allocates may still be in use by another one. That depends on
     when the host last waited for the other stream, hence on the speed of the threads that send mirrors.
     """
+    name, module, text, kind, settings = WAITS[wait]
     (removal,) = (one for one in removals() if one.module.endswith(f".{module}") and one.text == text)
-    problems = findings(name, removal).problems
+    problems = findings(name, removal, **settings).problems
     assert kind in {problem.partition(": ")[0] for problem in problems}
     assert set.intersection(*({*re.findall(r"stream \d+|the host", problem)} for problem in problems)), problems
