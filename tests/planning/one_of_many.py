@@ -14,7 +14,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -223,14 +223,21 @@ def observed(
 
 
 def main(cases: list[str]) -> None:
+    for found in each_observed(cases):
+        print(json.dumps(found), flush=True)  # noqa: T201
+
+
+def each_observed(cases: Sequence[str]) -> list[dict[str, Any]]:
+    """The memory and the messages in each case. For a process that does nothing else afterwards."""
     watch = Counting()
     _before(HostGroup, "send", lambda _, data, *__: watch.sent.update(mirror=data.nbytes))
     _numbers_of_others()
+    found = []
     for case in cases:
         workers, per_node, *engine = case.split(":")
         with tempfile.TemporaryDirectory() as folder:
-            found = observed(watch, int(workers), int(per_node), engine_of(*engine), folder)
-        print(json.dumps({"case": case, **found}), flush=True)  # noqa: T201
+            found.append({"case": case, **observed(watch, int(workers), int(per_node), engine_of(*engine), folder)})
+    return found
 
 
 def _numbers_of_others() -> None:

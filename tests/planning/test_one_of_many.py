@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from functools import cache
 
 import pytest
 
+import raysharded as rs
 from raysharded.planning.memory.footprint import Setting, worker_memory
+from raysharded.planning.models.shapes import ModelShapes
+from raysharded.planning.trace import Trace
 from raysharded.planning.tracing.measurement import measure
 from raysharded.planning.traffic.worker_traffic import worker_traffic
-from tests.paths import ROOT
-from tests.planning.one_of_many import LAYERS, RANK, ROUNDS, WideTask, engine_of, layout_of, samples
+from tests.forked import in_a_fork
+from tests.planning.one_of_many import LAYERS, RANK, ROUNDS, WideTask, each_observed, engine_of, layout_of, samples
 
 SOME = ("64:8:bfloat16", "64:8:bfloat16:4+2")
 ALL = tuple(
@@ -24,18 +24,21 @@ ALL = tuple(
 )
 
 
+@cache
+def measured(engine: rs.EngineConfig) -> tuple[ModelShapes, Trace]:
+    """The shapes and the trace of the model."""
+    return measure(WideTask(), engine, samples()[:2], degree=1)
+
+
 @pytest.mark.procs
 @pytest.mark.parametrize("cases", [SOME, pytest.param(ALL, marks=pytest.mark.long)])
 def test_bytes_are_equal_and_peaks_are_within_2_percent(cases: tuple[str, ...]) -> None:
-    command = [sys.executable, "-m", "tests.planning.one_of_many", *cases]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
-    seen = [json.loads(line) for line in done.stdout.splitlines()]
+    seen = in_a_fork(each_observed, cases, timeout_s=3000.0)
     assert [each["case"] for each in seen] == list(cases)
     for each in seen:
         numbers, settings = each["case"].split(":")[:2], each["case"].split(":")[2:]
         (workers, per_node), engine = map(int, numbers), engine_of(*settings)
-        shapes, trace = measure(WideTask(), engine, samples()[:2], degree=1)
+        shapes, trace = measured(engine)
         setting = Setting(shapes=shapes, num_microbatches=ROUNDS * workers, engine=engine, trace=trace)
         layout, is_adding = layout_of(workers, per_node, engine), 1 < per_node < workers
         traffic = worker_traffic(setting, layout, rank=RANK, workers_per_node=per_node or 1)
