@@ -18,7 +18,7 @@ from raysharded.planning.search import cluster_of, with_plan
 from raysharded.run.group_planner import GroupPlanner
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
-from tests.training.harness import GptTask, Tokens, train
+from tests.training.harness import GptTask, Tokens, samples, train
 
 BATCH = rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5)
 TWO_GROUPS = Mesh(replicas=2, shards=2)
@@ -40,7 +40,7 @@ def between(needs_less: Mesh, needs_more: Mesh) -> int:
 def trainer(folder: Path, num_workers: Any, memory: int | None, shards: int | None = 2) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
         task=GptTask(),
-        data=Tokens(),
+        data=samples(),
         batch=BATCH,
         scaling=rs.ScalingConfig(num_workers=num_workers, shard_group_size=shards, memory_per_worker=memory),
         run=rs.RunConfig(

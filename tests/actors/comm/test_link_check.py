@@ -117,6 +117,7 @@ def test_another_process_in_a_workers_place_is_no_worker(
     store: RendezvousStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(link_check, "CONNECT_S", 1.0)
+    monkeypatch.setattr(link_check, "PROVE_S", 1.0)
     spec, stranger = check_of(store, 2), socket.create_server((HOST, 0))
     client = announce(spec, 1, stranger.getsockname()[1])
 

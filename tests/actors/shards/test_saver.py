@@ -153,14 +153,14 @@ def test_waiting_for_a_save_ends_when_it_is_abandoned(tmp_path: Path) -> None:
 
 
 def test_a_save_that_another_is_in_the_way_of_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("raysharded.actors.shards.saver.BEGIN_TIMEOUT_S", 1.0)
+    monkeypatch.setattr("raysharded.actors.shards.saver.BEGIN_TIMEOUT_S", 0.3)
     store = ShardStore()
     storage, saver = held_up(tmp_path)
     saver.begin(snapshot(store, 5), LAYOUT)
     answers: list[str | None] = []
     asked = threading.Thread(target=lambda: answers.append(saver.collect(LAYOUT, 6, WAIT_S).error))
     asked.start()
-    asked.join(1.3)  # longer than the delay of an undisturbed save
+    asked.join(0.5)  # longer than the delay of an undisturbed save
     assert asked.is_alive()
     storage.may_go.set()
     assert saver.wait_until_idle(lambda: False)

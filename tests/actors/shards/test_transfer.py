@@ -138,7 +138,7 @@ def reshard(
     return group, plan.receives(worker).total_bytes, came, frozenset(kept)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(st.data(), st.integers(1, 6), st.sampled_from([16, 64, 1000, 1 << 20]))
 def test_every_buffer_is_filled_in_bounded_memory_and_nobody_waits_for_ever(
     data: st.DataObject, size: int, wave_bytes: int
