@@ -1,4 +1,5 @@
-"""Try the corpus of programs: `python -m tests.corpus [--rows NAME ...] [--kinds KIND ...] [--tenth] [--short] [--varied ...]`.
+"""Try the corpus of programs: `python -m tests.corpus [--rows NAME ...] [--kinds KIND ...] [--tenth] [--short]
+[--varied ...]`.
 
 Prints a line for each row: equal at every size and equal to plain torch, or refused; in capitals if the result differs
 from the row. Results of unchanged code are kept in build/corpus and not repeated. Exit status 1: some result differs

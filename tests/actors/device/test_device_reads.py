@@ -225,7 +225,7 @@ RUNS: dict[str, tuple[int, int, rs.Task]] = {
     "name", tried_each_time(["a deeper model with 8 microbatches", "2 workers", "a loop of a user"], RUNS)
 )
 def test_a_step_reads_the_device_at_most_twice(tmp_path: Path, name: str) -> None:
-    """Between two steps in which buffers and hooks are compared, as they are at intervals: the fourth and the eighth."""
+    """Between the fourth step and the eighth, in which buffers and hooks are compared."""
     microbatches, workers, task = RUNS[name]
     prepare = partial(counting, str(tmp_path))
     train(workers, use_gpu=True, task=task, steps=7, microbatches=microbatches, prepare=prepare)

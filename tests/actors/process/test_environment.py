@@ -25,7 +25,7 @@ class Info(ctypes.Structure):
     """See mallinfo(3)."""
 
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"
-    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]  # noqa: RUF012 - ctypes reads it
+    _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 
 
 def of_a_tensor() -> tuple[int, int]:

@@ -113,7 +113,7 @@ def test_a_notice_without_a_time_is_a_notice_all_the_same(notice: str) -> None:
 
 @pytest.fixture
 def often(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A service is asked more often."""
+    """More requests in a second."""
     monkeypatch.setattr(preemption_notices, "_EVERY_S", 0.1)
 
 

@@ -44,7 +44,7 @@ WAITS: dict[str, tuple[str, str, str, str, dict[str, int]]] = {
         {},
     ),
 }
-"""Name -> the run, the module and the call without which it is tried, the kind of a problem, and settings of the run."""
+"""Name -> the run, the module, the call that is removed, the kind of problem, and settings of the run."""
 
 
 @pytest.mark.parametrize("wait", tried_each_time(["memory that is kept", "exchange"], WAITS))
