@@ -260,13 +260,13 @@ class LateTask(GptTask):
     """Its optimizer makes state after the last check."""
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        return Late(model.parameters(), 6)
+        return Late(model.parameters(), 10)
 
 
 @pytest.mark.procs
 def test_state_that_is_made_long_after_the_first_step_ends_the_run() -> None:
     with pytest.raises(InexactError, match=r"the optimizer's state of .* has other keys"):
-        train(2, task=LateTask(), steps=8)
+        train(2, task=LateTask(), steps=12)
 
 
 class Common(torch.optim.SGD):
