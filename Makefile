@@ -61,12 +61,13 @@ PEERS := $(patsubst benchmarks/environments/%.txt,.venv-bench/%/.installed,$(wil
 
 # Tests run two at a time, but for those that depend on timing, and those that use Ray, which are no faster so: they run
 # one by one, and only the files with such tests are collected. Those on Ray mostly wait: `.ci/run` has BESIDE them.
+# Files of tests that run two at a time are in memory, where there is enough of it: many disks make them wait.
 QUICK := not long and not ray and not gpu and not s3 and not slow and not procs and not alone
 TWO_AT_A_TIME := not long and not ray and not gpu and not s3 and not alone
 ALONE := not long and alone and not ray and not clusters and not gpu and not s3
 ON_RAY := not long and ray and not clusters and not gpu and not s3
 CLUSTERS := not long and clusters and not gpu and not s3
-SIDE_BY_SIDE := -n 2 --dist worksteal
+SIDE_BY_SIDE := -n 2 --dist worksteal --in-memory
 SLOWEST := --durations=12
 # A test with separate processes may fail once because another program took the machine: it is retried, at most a few
 # tests per run. The first failure is printed with its traceback, as it may be a race that is worth finding. Quick tests

@@ -30,7 +30,7 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-pytest_plugins = ["tests.second_tries", "tests.resumption"]
+pytest_plugins = ["tests.second_tries", "tests.resumption", "tests.in_memory"]
 
 # Several ranks share a few cores, and bits are compared between runs: one thread each, set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
