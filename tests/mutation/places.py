@@ -120,29 +120,31 @@ def of_module(path: str, root: Path, folders: Sequence[str]) -> list[str]:
 
 def mutants_of(path: str, source: str) -> list[Mutant]:
     """All of a module, in the order of its lines."""
-    tree = ast.parse(source)
+    lines = source.encode().split(b"\n")
     found = [
-        Mutant(kind=kind, path=path, line=node.lineno, column=node.col_offset, before=before, after=after)
-        for kind, node, after in _changes(tree, source)
-        if node.lineno == node.end_lineno and (before := ast.get_source_segment(source, node)) is not None
+        Mutant(
+            kind=kind, path=path, line=node.lineno, column=node.col_offset, before=_text(node, lines), after=after
+        )
+        for kind, node, after in _changes(ast.parse(source), lines)
+        if node.lineno == node.end_lineno
     ]
     return sorted(found, key=lambda mutant: (mutant.line, mutant.column, mutant.kind, mutant.after))
 
 
-def _changes(tree: ast.AST, source: str) -> Iterator[tuple[Kind, ast.expr, str]]:
+def _changes(tree: ast.AST, lines: list[bytes]) -> Iterator[tuple[Kind, ast.expr, str]]:
     for node in ast.walk(tree):
         match node:
             case ast.Compare(left=left, ops=[op], comparators=[right]) if type(op) in _TURNED:
-                yield "comparison", node, f"{_text(left, source)} {_TURNED[type(op)]} {_text(right, source)}"
+                yield "comparison", node, f"{_text(left, lines)} {_TURNED[type(op)]} {_text(right, lines)}"
             case ast.Call(func=ast.Name(id="sorted")):
-                yield "order", node, f"{_text(node, source)}[::-1]"
+                yield "order", node, f"{_text(node, lines)}[::-1]"
             case ast.Call(func=ast.Name(id="reversed"), args=[argument]):
-                yield "order", node, f"iter({_text(argument, source)})"
+                yield "order", node, f"iter({_text(argument, lines)})"
             case ast.Call(func=ast.Name() | ast.Attribute() as function, args=[_, *_] as args) if _is_seed(function):
-                kept = ", ".join(_text(one, source) for one in args[:-1])
-                yield "seed", node, f"{_text(function, source)}({kept or '0'})"
+                kept = ", ".join(_text(one, lines) for one in args[:-1])
+                yield "seed", node, f"{_text(function, lines)}({kept or '0'})"
             case ast.If(test=test, body=[ast.Return() | ast.Continue() | ast.Raise() | ast.Break()]):
-                yield "skip", test, f"not ({_text(test, source)})"
+                yield "skip", test, f"not ({_text(test, lines)})"
 
 
 def _is_seed(function: ast.expr) -> bool:
@@ -150,8 +152,14 @@ def _is_seed(function: ast.expr) -> bool:
     return name in _SEEDS
 
 
-def _text(node: ast.expr, source: str) -> str:
-    return ast.get_source_segment(source, node) or ""
+def _text(node: ast.expr, lines: list[bytes]) -> str:
+    """As `ast.get_source_segment`, which splits the whole source for each node."""
+    last_number, end = node.end_lineno, node.end_col_offset
+    assert last_number is not None
+    first, *more = lines[node.lineno - 1 : last_number]
+    if not more:
+        return first[node.col_offset : end].decode()
+    return b"\n".join([first[node.col_offset :], *more[:-1], more[-1][:end]]).decode()
 
 
 def table(results: Sequence[tuple[Mutant, str]]) -> str:
