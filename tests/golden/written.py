@@ -30,7 +30,8 @@ class Written:
 
 class _Module:
     def __init__(self, path: Path) -> None:
-        self.path, self.tree = path, ast.parse(path.read_text(encoding="utf-8"))
+        self.path, self.source = path, path.read_text(encoding="utf-8")
+        self.tree = ast.parse(self.source)
         self.nodes = tuple(ast.walk(self.tree))
 
     @property
@@ -219,6 +220,8 @@ def actor_classes() -> dict[str, str]:
     """The names of the classes that are made Ray actors, as Ray makes titles of processes of them."""
     found = {}
     for module in _modules():
+        if "ray.remote" not in module.source:
+            continue
         for function in module.functions():
             makers = {
                 target.id

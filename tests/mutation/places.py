@@ -122,9 +122,7 @@ def mutants_of(path: str, source: str) -> list[Mutant]:
     """All of a module, in the order of its lines."""
     lines = source.encode().split(b"\n")
     found = [
-        Mutant(
-            kind=kind, path=path, line=node.lineno, column=node.col_offset, before=_text(node, lines), after=after
-        )
+        Mutant(kind=kind, path=path, line=node.lineno, column=node.col_offset, before=_text(node, lines), after=after)
         for kind, node, after in _changes(ast.parse(source), lines)
         if node.lineno == node.end_lineno
     ]

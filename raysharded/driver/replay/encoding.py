@@ -7,8 +7,11 @@ only forwards are omitted: the digests, boxes and fingerprint of a part of a che
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, TypeAlias, get_type_hints
 
 from cattrs import Converter
@@ -17,7 +20,7 @@ from cattrs.preconf.json import make_converter
 from cattrs.strategies import configure_tagged_union
 
 from raysharded import errors
-from raysharded.driver.replay.names import FORMAT, FORMATS, Names
+from raysharded.driver.replay.names import FORMAT, FORMATS
 from raysharded.driver.state.events import Event, WorkerReply
 from raysharded.driver.state.state import State
 from raysharded.errors import RayshardedError, TaskError
@@ -47,20 +50,22 @@ class Encoder:
     def __init__(self) -> None:
         self._numbers: dict[Any, int] = {}
         self._new: list[Json] = []
-        converter = _converter(self._number, _not_here, FORMATS[FORMAT])
+        converter = _converter(FORMAT)
         self._of_event: Callable[[Event], Json] = converter.get_unstructure_hook(Event)
         self._of_state: Callable[[State], Json] = converter.get_unstructure_hook(State)
 
     def event(self, event: Event) -> dict[str, Json]:
         """Fields of a journal entry: `event`, and the long values that it is the first to name."""
-        return {"event": self._of_event(event), **self._newly_named()}
+        with _long_values(self._number):
+            return {"event": self._of_event(event), **self._newly_named()}
 
     def state(self, state: State) -> dict[str, Json]:
         """Fields of a journal entry: `state`, and the long values that it is the first to name.
 
         No generation may have been formed in this state. Its `source` and `saves` are omitted.
         """
-        return {"state": self._of_state(state), **self._newly_named()}
+        with _long_values(self._number):
+            return {"state": self._of_state(state), **self._newly_named()}
 
     def _number(self, value: StateSpec | str) -> int:
         number = self._numbers.get(value)
@@ -83,40 +88,54 @@ class Decoder:
     def __init__(self, format: object = FORMAT) -> None:  # noqa: A002 - the entry's name
         """`format`: one of `FORMATS`."""
         self._values: list[Json] = []
-        converter = _converter(_not_here, self._value, FORMATS[format])
+        converter = _converter(format)
         self._to_event: Callable[[Json, Any], Event] = converter.get_structure_hook(Event)
         self._to_state: Callable[[Json, Any], State] = converter.get_structure_hook(State)
 
     def event(self, fields: Mapping[str, Json]) -> Event:
         self._learn(fields)
-        return self._to_event(fields["event"], Event)
+        with _long_values(self._values.__getitem__):
+            return self._to_event(fields["event"], Event)
 
     def state(self, fields: Mapping[str, Json]) -> State:
         self._learn(fields)
-        return self._to_state(fields["state"], State)
+        with _long_values(self._values.__getitem__):
+            return self._to_state(fields["state"], State)
 
     def _learn(self, fields: Mapping[str, Json]) -> None:
         for value in fields.get(_ONCE, ()):
             self._values.append(value if isinstance(value, str) else StateSpec.from_rows(value))
 
-    def _value(self, number: Json, _: Any) -> Any:
-        return self._values[number]
+
+_LONG_VALUE: ContextVar[Callable[[Any], Any]] = ContextVar("_LONG_VALUE")
+"""Of the recording in progress: the number of a long value, or the value of a number."""
 
 
-def _not_here(*_: Any) -> Any:
-    raise TypeError("an encoder does not decode, nor a decoder encode")
+@contextmanager
+def _long_values(convert: Callable[[Any], Any]) -> Iterator[None]:
+    token = _LONG_VALUE.set(convert)
+    try:
+        yield
+    finally:
+        _LONG_VALUE.reset(token)
 
 
-def _converter(number: Callable[[Any], int], value: Callable[[Json, Any], Any], names: Names) -> Converter:
-    """Converter in which `number` encodes, and `value` decodes, the long values that are written once."""
+def _long_value(value: Any, _: Any = None) -> Any:
+    return _LONG_VALUE.get()(value)
+
+
+@cache
+def _converter(format: object) -> Converter:  # noqa: A002 - the entry's name
+    """Converter of all recordings of a format. It takes a tenth of a second to make."""
+    names = FORMATS[format]
     converter = make_converter(omit_if_default=True, detailed_validation=False)
-    converter.register_unstructure_hook(StateSpec, number)
-    converter.register_structure_hook(StateSpec, value)
+    converter.register_unstructure_hook(StateSpec, _long_value)
+    converter.register_structure_hook(StateSpec, _long_value)
     converter.register_unstructure_hook_func(_is_error, _from_error)
     converter.register_structure_hook_func(_is_error, _to_error)
     special: dict[type, dict[str, dict[str, Any]]] = {
         Saved: {"files": {"unstruct_hook": _from_files, "struct_hook": _to_files}, "fingerprint": {"omit": True}},
-        ProbeReply: {"stack": {"unstruct_hook": number, "struct_hook": value}},
+        ProbeReply: {"stack": {"unstruct_hook": _long_value, "struct_hook": _long_value}},
         State: {"source": {"omit": True}, "saves": {"omit": True}, "rendezvous": {"struct_hook": _to_tuple}},
     }
     for cls in [*(names.fields.keys() - special.keys()), *special]:  # the state last: it consists of the others

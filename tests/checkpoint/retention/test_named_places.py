@@ -18,6 +18,7 @@ from raysharded.checkpoint.format import signed_json
 from raysharded.checkpoint.retention.fork_reference import REFERENCE_NAME, Reference, encode_reference
 from raysharded.checkpoint.retention.forks.fork import drop_reference, tag_of
 from raysharded.checkpoint.retention.forks.fork_search import find_forks
+from raysharded.checkpoint.storage import retry
 from raysharded.checkpoint.storage.named_places import ENVIRONMENT_PLACES, is_same_place, url_named
 from raysharded.errors import CheckpointError, ConfigError, RayshardedError, RefusedCheckpoint
 from tests.canary import connections
@@ -156,6 +157,7 @@ def test_nothing_is_asked_of_a_strangers_server(parent: str, tmp_path: Path, mon
             left = prune(run, Keep(last=1)).left
         assert (opened, requests) == ([], [])
         assert [(one.prefix, ENVIRONMENT_PLACES in one.reason) for one in left] == [(made.folder, True)]
+        monkeypatch.setattr(retry, "MAX_ATTEMPTS", 1)
         monkeypatch.setenv(ENVIRONMENT_PLACES, made.parent)  # the canary sings where it is allowed to
         with suppress(RayshardedError):
             drop_reference(run, ref_of(run, made.folder))
