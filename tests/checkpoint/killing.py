@@ -7,7 +7,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import count
 from multiprocessing.connection import Connection
@@ -15,6 +15,8 @@ from multiprocessing.connection import Connection
 import pytest
 
 from raysharded.checkpoint import Claims, Keep, Storage, list_checkpoints, newest_complete, open_storage, prune
+from raysharded.checkpoint.storage import BytesLike
+from raysharded.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.samples import State, bytes_of, raw, read_all, save, with_index
 
 DEADLINE_S = 60.0
@@ -53,6 +55,7 @@ def kill_savers(url: str, *, kills: int, rows: int, chunk: int, environment: Map
     """
     with pytest.MonkeyPatch.context() as patch:
         with_index(patch)
+        _write_slowly(patch)
         return _kill_savers(url, kills, rows, chunk, environment or {})
 
 
@@ -111,7 +114,9 @@ def _save_forever(
     url: str, first: int, rows: int, chunk: int, environment: Mapping[str, str], parent: Connection
 ) -> None:
     os.environ.update(environment)
-    with_index(pytest.MonkeyPatch())
+    patch = pytest.MonkeyPatch()
+    with_index(patch)
+    _write_slowly(patch)
     storage = open_storage(url)
     claims = Claims(storage, f"driver from step {first} on")
     generation = claims.own(1)
@@ -119,6 +124,19 @@ def _save_forever(
         parent.send(("begin", step))
         _save(storage, claims, generation, step, rows, chunk)
         parent.send(("end", step))
+
+
+class _SlowParts(list[BytesLike]):
+    def __iter__(self) -> Iterator[BytesLike]:
+        for part in super().__iter__():
+            yield part
+            time.sleep(0.001)
+
+
+def _write_slowly(patch: pytest.MonkeyPatch) -> None:
+    """Have kills hit unfinished files of a local folder too, which may take no time to write."""
+    write = LocalStorage.write
+    patch.setattr(LocalStorage, "write", lambda self, key, parts: write(self, key, _SlowParts(parts)))
 
 
 def _save(storage: Storage, claims: Claims, generation: int, step: int, rows: int, chunk: int) -> str:

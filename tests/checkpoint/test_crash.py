@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ import pytest
 from numpy.typing import NDArray
 
 from raysharded.checkpoint import Claims, Keep, Storage, newest_complete, open_storage, prune
+from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.testing.storages import save_rows
+from tests.cases import tried_each_time
 from tests.checkpoint.killing import kill_savers
-from tests.paths import ROOT
+from tests.checkpoint.samples import with_index
+from tests.forked import PRELOADED
 
 OLD = {"w": np.arange(60, dtype=np.float32).reshape(12, 5), "step": np.array(1)}
 NEW = {"w": OLD["w"] + 1, "step": np.array(2)}
@@ -45,67 +49,70 @@ def _assert_newest_is(storage: Storage, arrays: dict[str, NDArray[Any]], step: i
         assert checkpoint.read(name, [0] * array.ndim, array.shape).tobytes() == array.tobytes()
 
 
-_SAVER = """
-import os, signal, sys
-import numpy as np
-from raysharded.checkpoint import Claims, open_storage
-from raysharded.checkpoint.format import encoding
-from raysharded.checkpoint.storage.local import LocalStorage
-from raysharded.testing.storages import save_rows
-
-def die(*_):
+def _die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
-class DiesAfterFirstPart(list):
-    def __iter__(self):
+
+class _DiesAfterFirstPart(list[Any]):
+    def __iter__(self) -> Iterator[Any]:
         yield self[0]
         yield self[1][:8]
-        die()
+        _die()
 
-def linked(number, after):
+
+def _linked(number: int, after: bool) -> Callable[[Any, Any], None]:
     link, calls = os.link, []
-    def dying(a, b):
+
+    def dying(a: Any, b: Any) -> None:
         calls.append(b)
         if len(calls) == number and not after:
-            die()
+            _die()
         link(a, b)
         if len(calls) == number:
-            die()
+            _die()
+
     return dying
 
-encoding.MIN_BOXES = 1
-storage = open_storage(sys.argv[1])
-claims = Claims(storage, "driver")
-generation = claims.own(1)
-moment, write = sys.argv[2], LocalStorage.write
-if moment == "in a shard":
-    LocalStorage.write = lambda self, key, parts: write(
-        self, key, DiesAfterFirstPart(parts) if "w0001" in key else parts
+
+def save_and_die(folder: str, moment: str) -> None:
+    """A save, in a separate process, that is killed at a moment."""
+    patch = pytest.MonkeyPatch()
+    with_index(patch)
+    storage = open_storage(folder)
+    claims = Claims(storage, "driver")
+    generation = claims.own(1)
+    write = LocalStorage.write
+
+    def dies_in(end: str, *more: bytes) -> None:
+        def dying(self: LocalStorage, key: str, parts: Iterable[Any]) -> None:
+            write(self, key, _DiesAfterFirstPart([*more, *parts]) if key.endswith(end) else parts)
+
+        patch.setattr(LocalStorage, "write", dying)
+
+    match moment:
+        case "in a shard":
+            dies_in("w0001.safetensors")
+        case "in a digest table":
+            dies_in(".b3", b"half")
+        case "in the box index":
+            dies_in(".parquet", b"half")
+        case "before a shard has its name":
+            patch.setattr(os, "replace", _die)
+        case "before the manifest":
+            patch.setattr(LocalStorage, "put_if_absent", _die)
+        case _:
+            what, when = moment.split(" has its name ")
+            patch.setattr(os, "link", _linked({"manifest": 1, "claim": 2}[what], when == "after"))
+    save_rows(
+        storage,
+        NEW,
+        step=2,
+        save_id=f"g{generation:06d}",
+        num_writers=3,
+        chunk_size_bytes=2,
+        generation=generation,
+        claims=claims,
     )
-elif moment in ("in a digest table", "in the box index"):
-    end = {"in a digest table": ".b3", "in the box index": ".parquet"}[moment]
-    LocalStorage.write = lambda self, key, parts: write(
-        self, key, DiesAfterFirstPart([b"half", *parts]) if key.endswith(end) else parts
-    )
-elif moment == "before a shard has its name":
-    os.replace = lambda a, b: die()
-elif moment == "before the manifest":
-    LocalStorage.put_if_absent = die
-else:
-    what, when = moment.split(" has its name ")
-    os.link = linked({"manifest": 1, "claim": 2}[what], when == "after")
-arrays = {"w": np.arange(60, dtype=np.float32).reshape(12, 5) + 1, "step": np.array(2)}
-save_rows(
-    storage,
-    arrays,
-    step=2,
-    save_id=f"g{generation:06d}",
-    num_writers=3,
-    chunk_size_bytes=2,
-    generation=generation,
-    claims=claims,
-)
-"""
 
 
 @pytest.mark.parametrize(
@@ -127,9 +134,12 @@ def test_a_save_killed_by_sigkill_is_whole_or_invisible_and_its_debris_is_pruned
 ) -> None:
     storage = open_storage(str(tmp_path))
     _save(storage, OLD, step=1, num_writers=3)
-    command = [sys.executable, "-c", _SAVER, str(tmp_path), moment]
-    done = subprocess.run(command, cwd=ROOT, timeout=60, check=False)
-    assert done.returncode == -signal.SIGKILL
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    process = context.Process(target=save_and_die, args=(str(tmp_path), moment), daemon=True)
+    process.start()
+    process.join(60)
+    assert process.exitcode == -signal.SIGKILL
     _assert_newest_is(storage, *((NEW, 2) if committed else (OLD, 1)))
     last = _save(storage, NEW, step=3, num_writers=2)
     prune(storage, Keep(last=1), now=True)
@@ -142,10 +152,10 @@ def test_a_save_killed_by_sigkill_is_whole_or_invisible_and_its_debris_is_pruned
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("kind", ["local"])
-def test_40_processes_killed_in_the_middle_of_a_save_cost_nothing_but_that_save(tmp_path: Path, kind: str) -> None:
+@pytest.mark.parametrize("kills", tried_each_time([20], of=[20, 100]))
+def test_processes_killed_in_the_middle_of_a_save_cost_nothing_but_that_save(tmp_path: Path, kills: int) -> None:
     """On S3: tests/s3/test_kills.py."""
-    killed = kill_savers(str(tmp_path / kind), kills=40, rows=600, chunk=1024)
-    assert killed.in_a_save == 40
+    killed = kill_savers(str(tmp_path / "run"), kills=kills, rows=600, chunk=1024)
+    assert killed.in_a_save == kills
     assert len(killed.files_found) > 3  # they were hit at different moments
     assert killed.dangling > 0  # temporary files of theirs were found, and deleted

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 
 from raysharded.checkpoint import commit, open_checkpoint, open_storage
+from raysharded.checkpoint.format import encoding
 from raysharded.checkpoint.format.boxes import BoxTable, FileBox, joined, padded
 from raysharded.checkpoint.format.encoding import decode, encode
 from raysharded.checkpoint.format.index import MIN_BOXES, BadIndex, decode_index, encode_index
@@ -371,8 +372,10 @@ def test_a_save_without_its_digest_table_cannot_be_committed() -> None:
         commit(storage, prefix, manifest)
 
 
-def test_a_manifest_that_readers_would_refuse_for_its_size_is_not_written() -> None:
-    huge = replace(_manifest(2), metadata={"a": [0] * (1 << 22)})
+def test_a_manifest_that_readers_would_refuse_for_its_size_is_not_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(encoding, "MAX_VALUES", 1 << 12)
+    assert encode(replace(_manifest(2), metadata={"a": [0] * (1 << 11)})).manifest
+    huge = replace(_manifest(2), metadata={"a": [0] * (1 << 12)})
     with pytest.raises(CheckpointError, match="larger than readers take"):
         encode(huge)
     with pytest.raises(CheckpointError, match="arrays and objects in one another"):

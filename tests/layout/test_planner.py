@@ -176,8 +176,8 @@ def carry_out(case: Case, plan: Plan) -> None:
         if source == STORAGE:
             assert not anywhere[place].any(), "it was in memory"
     for key, place in wanted.items():
-        assert written[key].tolist() == (place >= 0).astype(int).tolist()
-        assert got[key][place >= 0].tolist() == line[place[place >= 0]].tolist()
+        assert np.array_equal(written[key], place >= 0)
+        assert np.array_equal(got[key][place >= 0], line[place[place >= 0]])
 
 
 def columns(plan: Plan) -> list[list[int]]:

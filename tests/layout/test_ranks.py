@@ -98,12 +98,12 @@ def test_the_order_is_never_worse_than_survivors_first_and_depends_on_the_sets_a
 @given(st.data(), st.sampled_from([1, 1, 1, 2]), st.booleans())
 def test_no_order_of_all_moves_fewer_bytes(data: st.DataObject, replicas: int, mirrors: bool) -> None:
     """A world in which two generations may have left their buffers."""
-    sizes = data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=2))
-    lost = data.draw(st.sets(st.integers(0, 5), max_size=3))
-    copies = sum((copies_of(ids(*data.draw(st.permutations(range(6)))[:size]), lost) for size in sizes), ())
-    alive = ids(*(w for w in range(6) if w not in lost))
-    num = max(1, data.draw(st.integers(1, 6 // replicas)))
-    workers = ids(*data.draw(st.permutations([*alive, *range(6, 12)]))[: replicas * num])
+    sizes = data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=2))
+    lost = data.draw(st.sets(st.integers(0, 4), max_size=3))
+    copies = sum((copies_of(ids(*data.draw(st.permutations(range(5)))[:size]), lost) for size in sizes), ())
+    alive = ids(*(w for w in range(5) if w not in lost))
+    num = max(1, data.draw(st.integers(1, 5 // replicas)))
+    workers = ids(*data.draw(st.permutations([*alive, *range(5, 10)]))[: replicas * num])
     survivors = [w for w in workers if w in alive]
     joiners = [w for w in workers if w not in alive]
     order = order_workers(SPEC, copies, survivors, joiners, mirrors, replicas=replicas)

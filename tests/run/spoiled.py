@@ -352,7 +352,7 @@ def watch(count: int, seed: int = 0, *, report: Callable[[str], None] = lambda _
     """Spoil `count` folders, and run all commands on each. The case of a seed is the same in every call."""
     watched = Watched()
     with tempfile.TemporaryDirectory(prefix="spoiled-") as made, quietly():
-        originals = [_original(Path(made) / f"original-{number}", random.Random(number)) for number in range(8)]
+        originals = originals_in(Path(made))
         for number in range(seed, seed + count):
             known = len(watched.failures)
             case(number, originals, Path(made) / f"case-{number}", watched)
@@ -361,6 +361,11 @@ def watch(count: int, seed: int = 0, *, report: Callable[[str], None] = lambda _
             if watched.folders % 100 == 0:
                 report(f"{watched.folders}: {len(watched.failures)} failures, slowest {watched.slowest_s:.1f} s")
     return watched
+
+
+def originals_in(folder: Path) -> list[Path]:
+    """The runs that cases spoil copies of, new in the folder."""
+    return [_original(folder / f"original-{number}", random.Random(number)) for number in range(8)]
 
 
 def _original(above: Path, chance: random.Random) -> Path:

@@ -631,7 +631,7 @@ def test_a_removal_at_any_moment_of_another_leaves_nothing_of_the_run(
             outcomes.append(error)
 
     for at in itertools.count():
-        run = make_run(tmp_path / "a")
+        run = make_run(tmp_path / "a", saves=(5,))
         plan = planned(run.storage.url, with_forks=False, copy_into_forks=False)
         outcomes.clear()
         around = Interrupting(run.storage, functools.partial(attempt, plan), at, stands_still)

@@ -24,7 +24,7 @@ from raysharded.errors import CheckpointError, IncompleteCheckpoint
 from tests.checkpoint.state_dict.ranks import Killed, outcomes, run_ranks
 
 WORLD_SIZE = 4
-TIMEOUT_S = 4.0
+TIMEOUT_S = 2.0
 """Time-out of the group's start, and of each wait for another rank in a save."""
 UNDISTURBED_S = 60.0
 """Time-out of saves without a kill: only a hang reaches it."""

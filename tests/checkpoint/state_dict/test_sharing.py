@@ -121,7 +121,7 @@ def slices(offsets: Any, sizes: Any) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(st.data(), st.integers(1, 200), st.integers(1, 100))
 def test_every_rank_gets_its_cells_and_each_is_read_once(data: st.DataObject, slab: int, buffer: int) -> None:
     mesh, stored_mesh = data.draw(meshes), data.draw(meshes)
