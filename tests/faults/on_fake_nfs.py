@@ -1,6 +1,6 @@
-"""A program: one training on an ordinary folder and one on another, which a fake network file system may be under.
+"""A program: a training on each of some folders, which may be below a fake network file system.
 
-Arguments: the two folders. Prints what both came to as JSON.
+Arguments: the folders. Prints the results as JSON.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import nn
 import raysharded as rs
 from raysharded.testing import processes
 
-STEPS, EVERY = 12, 2
+STEPS, EVERY = 8, 2
 
 
 class Squares(rs.Task):

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from raysharded.checkpoint.storage import storage_error
+from tests.faults import on_fake_nfs
 from tests.faults.on_fake_nfs import EVERY, STEPS
 from tests.paths import ROOT
 
@@ -182,11 +183,12 @@ def test_too_many_open_files_are_found_behind_the_error_of_a_library() -> None:
 def test_a_run_on_a_folder_in_trouble_ends_with_equal_bits_and_gives_no_checkpoint_up(
     tmp_path: Path, preloaded: Preloaded
 ) -> None:
-    command = [sys.executable, "-m", "tests.faults.on_fake_nfs", str(tmp_path / "disk"), str(tmp_path / "nfs")]
+    well = on_fake_nfs.train(str(tmp_path / "disk"))
+    command = [sys.executable, "-m", "tests.faults.on_fake_nfs", str(tmp_path / "nfs")]
     environment = preloaded(lose=2, stale=9)
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    well, troubled = json.loads(done.stdout.splitlines()[-1])
+    [troubled] = json.loads(done.stdout.splitlines()[-1])
     assert troubled["fingerprint"] == well["fingerprint"]
     kinds = Counter(troubled["kinds"])
     assert kinds["checkpoint"] + kinds["checkpoint_late"] == STEPS // EVERY

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
+
+from tests.cases import tried_each_time
 
 SCRIPT = """
 import raysharded as rs
@@ -31,15 +34,19 @@ trainer = rs.ElasticTrainer(
 )
 trainer.{call}()
 """
-ON_DATA = {"training": "tokens", "evaluation": "None"}
-ON_EVALUATION = {"training": "[1]", "evaluation": "rs.EvalConfig(data=tokens, every_steps=1, num_samples=1)"}
+PLACES = {
+    "data": {"training": "tokens", "evaluation": "None"},
+    "evaluation": {"training": "[1]", "evaluation": "rs.EvalConfig(data=tokens, every_steps=1, num_samples=1)"},
+}
 
 
-@pytest.mark.parametrize("call", ["fit", "start"])
-@pytest.mark.parametrize("where", [ON_DATA, ON_EVALUATION], ids=["data", "evaluation"])
-def test_a_missing_file_is_named_before_a_ray_is_started(call: str, where: dict[str, str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("call", "where"),
+    tried_each_time([("fit", "data"), ("start", "evaluation")], of=product(["fit", "start"], ["data", "evaluation"])),
+)
+def test_a_missing_file_is_named_before_a_ray_is_started(call: str, where: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.format(data="corpus/", call=call, **where), encoding="utf-8")
+    script.write_text(SCRIPT.format(data="corpus/", call=call, **PLACES[where]), encoding="utf-8")
     environment = {**os.environ, "RAY_ADDRESS": "local"}
     command = [sys.executable, str(script)]
     done = subprocess.run(
