@@ -14,7 +14,7 @@ from raysharded.testing import processes
 _T = TypeVar("_T")
 
 PRELOADED = ["raysharded.testing.preloaded", "tests.preloaded"]
-"""Imports of the one server of a test run, which the first caller starts."""
+"""Imports of the one server of a test run, which the first caller starts: all callers give these."""
 vars(processes)["_PRELOADED"] = PRELOADED
 
 

@@ -18,6 +18,7 @@ from raysharded.checkpoint import Claims, Keep, Storage, list_checkpoints, newes
 from raysharded.checkpoint.storage import BytesLike
 from raysharded.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.samples import State, bytes_of, raw, read_all, save, with_index
+from tests.forked import PRELOADED
 
 DEADLINE_S = 60.0
 
@@ -86,7 +87,7 @@ def _kill_one(
 ) -> tuple[int, int]:
     """(the newest save that was begun, the newest that was ended)."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.checkpoint.killing"])
+    context.set_forkserver_preload(PRELOADED)
     ours, theirs = context.Pipe()
     process = context.Process(target=_save_forever, args=(url, first, rows, chunk, dict(environment), theirs))
     process.start()

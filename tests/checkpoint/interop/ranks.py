@@ -20,6 +20,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
+from tests.forked import PRELOADED
+
 TIMEOUT_S = 120
 dcp: Any = torch.distributed.checkpoint  # its functions are exported from their own modules only, types have it
 
@@ -30,7 +32,7 @@ def run_ranks(folder: Path, num_ranks: int, act: Callable[..., Any], *args: Any)
     Raises AssertionError with the traceback of the first rank that raised.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.fsdp"])
+    context.set_forkserver_preload(PRELOADED)
     store = folder / f"store-{len(list(folder.glob('store-*')))}"
     pipes, processes = [], []
     for rank in range(num_ranks):
