@@ -129,9 +129,10 @@ def _save_forever(
 
 class _SlowParts(list[BytesLike]):
     def __iter__(self) -> Iterator[BytesLike]:
-        for part in super().__iter__():
+        for number, part in enumerate(super().__iter__()):
             yield part
-            time.sleep(0.001)
+            if number == 0:
+                time.sleep(0.003)
 
 
 def _write_slowly(patch: pytest.MonkeyPatch) -> None:
