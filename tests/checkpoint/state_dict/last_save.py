@@ -8,6 +8,7 @@ program; the first process prints the exit statuses.
 from __future__ import annotations
 
 import atexit
+import gc
 import json
 import os
 import sys
@@ -68,6 +69,7 @@ def main(folder: Path, how: str) -> None:
 
 def each_in_a_fork(folder: Path, ways: list[str]) -> str | None:
     """The way of this process, which has been forked; in the first process None, when all others have ended."""
+    gc.freeze()  # the imports, which no fork has to scan at its end
     started = {}
     for how in ways:
         process = os.fork()
