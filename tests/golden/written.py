@@ -33,6 +33,13 @@ class _Module:
         self.path, self.source = path, path.read_text(encoding="utf-8")
         self.tree = ast.parse(self.source)
         self.nodes = tuple(ast.walk(self.tree))
+        documented = {id(text) for text in _docstrings(self.nodes)}
+        self.texts = tuple(
+            node.value
+            for node in self.nodes
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented
+        )
+        """String constants, without docstrings."""
 
     @property
     def name(self) -> str:
@@ -184,18 +191,16 @@ def texts(pattern: str, *, ignore: Callable[[str], bool] = lambda _: False) -> d
     wanted = re.compile(pattern)
     found: dict[str, set[str]] = {}
     for module in _modules():
-        documented = {id(text) for text in _docstrings(module)}
-        for node in module.nodes:
-            if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented:
-                for text in wanted.findall(node.value):
-                    if not ignore(text):
-                        found.setdefault(text, set()).add(module.name)
+        for constant in module.texts:
+            for text in wanted.findall(constant):
+                if not ignore(text):
+                    found.setdefault(text, set()).add(module.name)
     return {text: ", ".join(sorted(files)) for text, files in sorted(found.items())}
 
 
-def _docstrings(module: _Module) -> Iterator[ast.Constant]:
+def _docstrings(nodes: Sequence[ast.AST]) -> Iterator[ast.Constant]:
     """Also of fields: strings that stand alone."""
-    for node in module.nodes:
+    for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             yield node.value
 
@@ -205,6 +210,8 @@ def loggers() -> dict[str, str]:
     """The names of all loggers, with the files that ask for them."""
     found: dict[str, set[str]] = {}
     for module in _modules():
+        if "getLogger" not in module.source:
+            continue
         for node in module.nodes:
             match node:
                 case ast.Call(func=ast.Attribute(attr="getLogger"), args=[ast.Constant(value=str(name))]):
