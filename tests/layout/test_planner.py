@@ -184,7 +184,7 @@ def columns(plan: Plan) -> list[list[int]]:
     return [getattr(plan, name).tolist() for name in Plan.__dataclass_fields__]
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(cases())
 def test_a_plan_rebuilds_the_state_or_names_exactly_what_is_missing(case: Case) -> None:
     plan = make_plan(case.spec, case.copies, case.target)

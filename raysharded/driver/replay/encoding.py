@@ -108,7 +108,7 @@ class Decoder:
 
 
 _LONG_VALUE: ContextVar[Callable[[Any], Any]] = ContextVar("_LONG_VALUE")
-"""Of the recording in progress: the number of a long value, or the value of a number."""
+"""Conversion of the recording in progress: of a long value to its number, or of a number to its value."""
 
 
 @contextmanager
