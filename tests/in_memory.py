@@ -25,7 +25,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """pytest's hook. Processes that run a part of the tests get a folder in that of the first one."""
-    if config.getoption(_OPTION) and "PYTEST_DEBUG_TEMPROOT" not in os.environ and _is_large_enough():
+    if config.getoption(_OPTION) and "PYTEST_DEBUG_TEMPROOT" not in os.environ and _is_usable():
         root = _FOLDER / f"raysharded-tests-{os.getuid()}"
         root.mkdir(mode=0o700, exist_ok=True)
         os.environ["PYTEST_DEBUG_TEMPROOT"] = str(root)  # pytest keeps the last three there
@@ -40,11 +40,13 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
             shutil.rmtree(base, ignore_errors=True)
 
 
-def _is_large_enough() -> bool:
+def _is_usable() -> bool:
     try:
         found = os.statvfs(_FOLDER)
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return False
     [available] = [int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:")] or [0]
+    if found.f_flag & os.ST_NOEXEC:  # some tests run what they make
+        return False
     return min(found.f_bavail * found.f_frsize, available) >= _NEEDED_BYTES
