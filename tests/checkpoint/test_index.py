@@ -46,7 +46,7 @@ def _rows(draw: st.DrawFn) -> list[list[FileBox]]:
 SHAPES = [(name, dims) for dims, name in enumerate(NAMES)]
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(_rows())
 def test_boxes_come_back_from_columns_and_from_parquet_in_their_order(files: list[list[FileBox]]) -> None:
     tables = [BoxTable.of(boxes) for boxes in files]

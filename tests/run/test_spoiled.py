@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -57,8 +58,17 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / spoiled.NAME
 
 
-@pytest.mark.parametrize("kind", ["fifo", "device", "folder", "huge"])
-@pytest.mark.parametrize("name", ["journal/00000001.jsonl", "lease/driver.json", "claims/0000000001.json"])
+JOURNAL, LEASE, CLAIM = "journal/00000001.jsonl", "lease/driver.json", "claims/0000000001.json"
+KINDS = ["fifo", "device", "folder", "huge"]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    tried_each_time(
+        [*product([JOURNAL], KINDS), (LEASE, "fifo"), (LEASE, "huge"), (CLAIM, "device"), (CLAIM, "folder")],
+        of=product([JOURNAL, LEASE, CLAIM], KINDS),
+    ),
+)
 def test_no_pipe_device_or_endless_file_hangs_a_command(run: Path, name: str, kind: str) -> None:
     path = run / name
     path.unlink()
