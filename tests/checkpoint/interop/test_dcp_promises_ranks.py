@@ -14,11 +14,12 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.interop.dcp_promises_ranks import BETWEEN, LONG_ON_FOUR, NOT_TRIED, ON_FOUR, Promise, play
-from tests.checkpoint.interop.dcp_promises_states import STATES
+from tests.checkpoint.interop.dcp_promises_states import LONG_STATES, STATES
 from tests.checkpoint.interop.dcp_promises_storages import KINDS, Kind
 from tests.checkpoint.interop.ranks import run_ranks
 
 _ALL: tuple[Promise, ...] = (*ON_FOUR, *STATES)
+_LONG: tuple[Promise, ...] = (*LONG_ON_FOUR, *LONG_STATES)
 
 pytestmark = [pytest.mark.procs, pytest.mark.filterwarnings("ignore")]
 storages = pytest.mark.parametrize(
@@ -60,9 +61,9 @@ def test_on_four_ranks(folder: Path, kind: Kind, promise: str) -> None:
 
 @storages
 @pytest.mark.long
-@pytest.mark.parametrize("promise", [promise.__name__ for promise in LONG_ON_FOUR])
+@pytest.mark.parametrize("promise", [promise.__name__ for promise in _LONG])
 def test_on_four_ranks_in_every_way(folder: Path, kind: Kind, promise: str) -> None:
-    _assert_kept(promise, _on_four(kind, _place(folder, kind), LONG_ON_FOUR))
+    _assert_kept(promise, _on_four(kind, _place(folder, kind), _LONG))
 
 
 @storages
