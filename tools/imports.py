@@ -70,13 +70,23 @@ def cycles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 def _imported(tree: ast.Module, modules: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     """(module, name in it), the name empty for the module itself."""
-    for node in ast.walk(tree):
+    for node in _statements(tree):
         if isinstance(node, ast.Import):
             yield from ((alias.name, "") for alias in node.names if alias.name in modules)
         elif isinstance(node, ast.ImportFrom) and node.module is not None and node.module in modules:
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 yield (inner, "") if inner in modules else (node.module, alias.name)
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.AST]:
+    """All statements, also within others. Expressions, which are most of a tree and import nothing, are not visited."""
+    pending: list[ast.AST] = [tree]
+    while pending:
+        node = pending.pop()
+        yield node
+        for name in ("body", "orelse", "finalbody", "handlers", "cases"):
+            pending += getattr(node, name, ())
 
 
 def _exports(tree: ast.Module, modules: Mapping[str, object]) -> Iterator[tuple[str, tuple[str, str]]]:

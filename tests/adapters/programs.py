@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -165,6 +166,12 @@ class Script:
         trainer.train()
         if self._behind is not None:
             self._behind(trainer)
+
+
+@cache
+def by_one_worker() -> Outcome:
+    """A script with its defaults, undisturbed."""
+    return run(1, Script())
 
 
 def run(workers: int, script: Callable[[Session], None], data: Any = None, **others: Any) -> Outcome:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,18 @@ import pytest
 from torch import nn
 
 from tests.adapters.plain import losses_of, plain_trainer
-from tests.adapters.programs import STEPS, Script, causal_lm, classifier, run, sentences, texts, with_lora
+from tests.adapters.programs import (
+    STEPS,
+    Script,
+    by_one_worker,
+    causal_lm,
+    classifier,
+    run,
+    sentences,
+    texts,
+    with_lora,
+)
 from tests.cases import tried_each_time
-from tests.training.harness import Outcome
 
 pytestmark = pytest.mark.procs
 
@@ -31,11 +40,6 @@ def held_out() -> dict[str, Any]:
     return {"eval_dataset": texts(5, first=100)}
 
 
-@cache
-def by_one_worker() -> Outcome:
-    return run(1, Script())
-
-
 LOSSES = [
     [(1, 2, "forward"), (2, 3, "agree"), (3, 5, "snapshot")],
     [(1, 2, "backward"), (2, 4, "apply"), (3, STEPS, "snapshot")],
@@ -45,7 +49,7 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("kills", tried_each_time(LOSSES[:2], LOSSES), ids=lambda kills: "-".join(k[2] for k in kills))
+@pytest.mark.parametrize("kills", tried_each_time(LOSSES[:1], LOSSES), ids=lambda kills: "-".join(k[2] for k in kills))
 def test_losses_in_every_phase_change_no_bit(kills: list[tuple[int, int, str]]) -> None:
     workers = 1 + max(worker for worker, _, _ in kills)
     assert run(max(2, workers), Script(), kills=kills, save_every=3).bits == by_one_worker().bits
@@ -68,7 +72,8 @@ def test_losses_are_those_of_the_plain_trainer_and_bits_those_of_one_worker(tmp_
     make, data, given, changed = KINDS[kind]
     plain = plain_trainer(str(tmp_path), make, data, given(), **changed)
     script = Script(make, data, given=given, **changed)
-    found = run(3, script, data, kills=[(1, 3, "apply"), (2, STEPS, "apply")])
+    at_last = [(2, STEPS, "apply")] if kind == "language model" else []
+    found = run(2 + len(at_last), script, data, kills=[(1, 3, "apply"), *at_last])
     assert found.losses == pytest.approx(losses_of(plain), abs=1e-5)
     assert found.bits == run(1, script, data).bits
     evaluations = [line for line in plain.state.log_history if "eval_loss" in line]

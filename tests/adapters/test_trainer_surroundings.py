@@ -74,7 +74,7 @@ def test_callbacks_see_the_state_that_belongs_to_the_step_also_when_it_is_done_a
     folders = [tmp_path / name for name in ("undisturbed", "disturbed")]
     for folder, kills in zip(folders, ([], [(1, 2, "snapshot"), (2, 3, "apply")]), strict=True):
         folder.mkdir()
-        run(3, Script(given=partial(witness, str(folder)), logging_steps=2), kills=kills)
+        run(3 if kills else 1, Script(given=partial(witness, str(folder)), logging_steps=2), kills=kills)
     undisturbed, disturbed = (folder.joinpath("seen").read_text().splitlines() for folder in folders)
     assert undisturbed[:3] == ["begin 0 0.000", "end 1 0.333", "begin 1 0.333"]
     assert [line for line in undisturbed if line.startswith("epoch")] == ["epoch 1.000", "epoch 2.000"]
@@ -160,7 +160,7 @@ def test_a_model_that_rank_0_alone_would_write_ends_the_run_with_a_sentence() ->
     with pytest.raises(
         InexactError, match=r"1 of 2 workers call what gathers the whole model.*save_pretrained.*let all do"
     ):
-        run(2, Script(behind=saved_by_rank_0))
+        run(2, Script(behind=saved_by_rank_0, max_steps=2), steps=2)
 
 
 def read_behind(trainer: Any) -> None:
@@ -173,11 +173,11 @@ SENTENCE = r"each worker has a part of the model\. Use trainer\.save_model\(fold
 def test_a_model_of_peft_writes_its_adapter_and_is_not_merged_in_parts(tmp_path: Path) -> None:
     from safetensors.torch import load_file
 
-    script = Script(with_lora, behind=partial(saved_and_merged, str(tmp_path)))
+    script = Script(with_lora, behind=partial(saved_and_merged, str(tmp_path)), max_steps=2)
     with pytest.raises(
         RayshardedError, match=rf"surroundings\.py:\d+: model\.merge_and_unload\(\): {SENTENCE}"
     ) as raised:
-        run(2, script, retries=1)
+        run(2, script, retries=1, steps=2)
     assert "KeyError" not in str(raised.value)
     weights = load_file(tmp_path / "adapter_model.safetensors")
     kept = {name.replace(".default", "") for name, _ in with_lora().named_parameters() if "lora" in name}
@@ -187,11 +187,11 @@ def test_a_model_of_peft_writes_its_adapter_and_is_not_merged_in_parts(tmp_path:
 
 def test_what_needs_the_whole_model_behind_the_loop_is_refused_by_the_line() -> None:
     with pytest.raises(RayshardedError, match=rf"surroundings\.py:\d+: model\.generate\(\): {SENTENCE}"):
-        run(1, Script(with_lora, behind=generated_behind))
+        run(1, Script(with_lora, behind=generated_behind, max_steps=2), steps=2)
     with pytest.raises(
         TaskError, match=r"\.py:\d+: Script: each worker has a part of the model\..*got mixed torch\.Tensor"
     ):
-        run(1, Script(behind=read_behind))
+        run(1, Script(behind=read_behind, max_steps=2), steps=2)
 
 
 def test_a_run_is_resumed_with_another_number_of_workers_by_its_own_checkpoint(tmp_path: Path) -> None:
@@ -239,7 +239,7 @@ def saved_while_others_wait(folder: str, trainer: Any) -> None:
 
 
 def test_a_worker_that_writes_the_model_for_longer_than_a_step_is_not_taken_for_stuck(tmp_path: Path) -> None:
-    run(2, Script(behind=partial(saved_while_others_wait, str(tmp_path))))
+    run(2, Script(behind=partial(saved_while_others_wait, str(tmp_path)), max_steps=2), steps=2)
     assert sorted((tmp_path / "saved").read_text().split()) == ["0", "1"]
 
 
@@ -258,7 +258,7 @@ def test_seq2seq_trainer_generates_the_same_on_every_worker(tmp_path: Path) -> N
         predict_with_generate=True,
         generation_max_length=6,
     )
-    assert run(3, script, kills=[(1, 3, "backward")]).bits == run(1, script).bits
+    assert run(2, script, kills=[(1, 3, "backward")]).bits == run(1, script).bits
     lines = (tmp_path / "generated").read_text().splitlines()
-    assert len(lines) >= 3  # more if a worker joined between: its step is done again
+    assert len(lines) >= 2  # more if a worker joined between: its step is done again
     assert len(set(lines)) == 1

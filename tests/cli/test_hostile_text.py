@@ -12,6 +12,7 @@ import torch
 from raysharded import checkpoint
 from raysharded.checkpoint import open_storage
 from raysharded.checkpoint.retention.fork_reference import Reference, encode_reference
+from raysharded.checkpoint.storage import retry
 from tests.cli.processes import on_terminal
 from tests.cli.test_commands import fail, invoke
 from tests.report.entries import data, generation, lost, recovery, started, step, write_run
@@ -119,7 +120,8 @@ def test_the_name_of_a_folder_in_an_error_is_harmless(command: str, tmp_path: Pa
     ],
 )
 @pytest.mark.parametrize("command", [["status"], ["checkpoint", "ls"], ["runs"]], ids=lambda command: command[-1])
-def test_no_password_of_a_url_is_in_an_error(url: str, command: list[str]) -> None:
+def test_no_password_of_a_url_is_in_an_error(url: str, command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retry, "MAX_WAIT_S", 0.01)
     error = fail(*command, url)
     assert "hunter2" not in error
     if url.startswith("s3"):

@@ -43,6 +43,7 @@ def test_no_class_is_too_long() -> None:
     long = {
         f"{path.relative_to(PACKAGE)}: {node.name}": (node.end_lineno or 0) - node.lineno + 1
         for path in modules()
+        if num_lines(path) > MAX_CLASS_LINES
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         if isinstance(node, ast.ClassDef)
         and node.name not in LONGER_CLASSES

@@ -16,21 +16,22 @@ from torch.distributed import distributed_c10d
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from tests.session.loops import Average, optimizer_of
-from tests.training.harness import Gpt, GptTask, Tokens
+from tests.training.harness import Gpt, GptTask, Tokens, samples
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 
 
 def trainer_of(task: rs.Task, storage: str, data: Any = None, **engine: Any) -> rs.ElasticTrainer:
-    """A trainer for six workers that would write to `storage`."""
+    """A trainer for six workers that would write to `storage`. Threads read its own data; a custom dataset is read by
+    processes, each of which takes longer to start than a run."""
     return rs.ElasticTrainer(
         task=task,
-        data=data or Tokens(),
+        data=data or samples(),
         batch=rs.BatchConfig(global_batch_size=32, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=(1, 6)),
         run=rs.RunConfig(name="whole", storage_path=storage, max_steps=1000),
         engine=rs.EngineConfig(**engine),
-        evaluation=rs.EvalConfig(data=Tokens(9), every_steps=50, num_samples=9),
+        evaluation=rs.EvalConfig(data=samples()[:9], every_steps=50, num_samples=9),
     )
 
 
@@ -38,7 +39,7 @@ def trainer_of_loop(function: Any, storage: str) -> rs.ElasticTrainer:
     """A trainer of a training function for six workers."""
     return rs.ElasticTrainer(
         train_fn=function,
-        data=Tokens(),
+        data=samples(),
         batch=rs.BatchConfig(global_batch_size=32, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=(1, 6)),
         run=rs.RunConfig(name="whole", storage_path=storage, max_steps=1000),

@@ -22,7 +22,7 @@ from tests import forked
 from tests.cli.test_commands import invoke
 from tests.preflight import tasks
 from tests.session.loops import Loop
-from tests.training.harness import GptTask, samples
+from tests.training.harness import GptTask, Tokens, samples
 
 pytestmark = pytest.mark.procs
 
@@ -125,7 +125,7 @@ def test_a_task_that_keeps_the_promise_holds_with_everything_and_ends_with_0(tmp
 
 @pytest.mark.long
 def test_a_task_that_keeps_the_promise_holds_in_fresh_processes(tmp_path: Path) -> None:
-    assert tasks.trainer_of(tasks.Loud(), str(tmp_path / "runs"), compile=True).check().ok
+    assert tasks.trainer_of(tasks.Loud(), str(tmp_path / "runs"), Tokens(), compile=True).check().ok
 
 
 def test_what_differs_between_processes_sizes_and_generations_is_found_each_by_its_check(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_a_task_that_other_processes_cannot_be_given_is_wrong_usage(tmp_path: Pa
         tasks.trainer_of(task, str(tmp_path / "runs")).check()
 
 
-def test_a_loop_that_keeps_the_promise_holds(tmp_path: Path) -> None:
+def test_a_loop_that_keeps_the_promise_holds(tmp_path: Path, forks: list[int]) -> None:
     report = tasks.trainer_of_loop(Loop(), str(tmp_path / "runs")).check()
     assert statuses(report.checks) == {"1 worker": "ok", "2 workers, audited": "ok", "2 workers, one killed": "ok"}
     assert report.ok
@@ -223,7 +223,7 @@ def test_a_loop_that_counts_its_steps_sees_all_of_its_program_and_ends_after_tho
     assert "code behind a loop that counts its steps itself: the check ends it after 2" in report.untried
 
 
-def test_a_loop_that_differs_between_sizes_and_generations_is_found(tmp_path: Path) -> None:
+def test_a_loop_that_differs_between_sizes_and_generations_is_found(tmp_path: Path, forks: list[int]) -> None:
     report = tasks.trainer_of_loop(tasks.Rescaled(), str(tmp_path / "runs")).check()
     assert statuses(report.checks) == {
         "1 worker": "ok",
