@@ -8,6 +8,7 @@ import pty
 import re
 import subprocess
 import sys
+import tempfile
 import traceback
 from pathlib import Path
 
@@ -35,6 +36,38 @@ def shell(script: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
         timeout=_TIMEOUT_S,
         check=False,
     )
+
+
+def in_a_folder(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """The command in another current folder. Its process is a fork of the server that has imported torch already."""
+    status, out, err = in_a_fork(_ended, arguments, str(folder), environment(), timeout_s=_TIMEOUT_S)
+    return subprocess.CompletedProcess(arguments, status, out, err)
+
+
+def _ended(arguments: list[str], folder: str, variables: dict[str, str]) -> tuple[int, str, str]:
+    """The exit status and the output, also of its children, in a process that has no other task."""
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(folder)
+    files = [tempfile.TemporaryFile() for _ in range(2)]
+    for number, file in enumerate(files, 1):
+        os.dup2(file.fileno(), number)
+    sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
+    sys.argv, sys.path[0] = ["raysharded", *arguments], folder
+    from raysharded.cli import main
+
+    status = 0
+    try:
+        main()
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(bool(end.code))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    found = []
+    for file in files:
+        file.seek(0)
+        found.append(file.read().decode())
+    return status, found[0], found[1]
 
 
 def on_terminal(commands: list[list[str]], *, columns: int, **variables: str) -> list[str]:

@@ -15,6 +15,7 @@ import pytest
 
 from raysharded.errors import ConfigError, TaskError
 from raysharded.trainer import ElasticTrainer
+from tests.cli.processes import in_a_folder
 from tests.paths import ROOT
 
 # A trainer without a cluster: what `fit` does is up to each test.
@@ -50,15 +51,7 @@ FINISHED = 'return rs.Result(name="tiny", url="/runs/tiny", steps=6, fingerprint
 
 
 def raysharded_run(target: str, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "raysharded", "run", target, *options],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        check=False,
-    )
+    return in_a_folder(["run", target, *options], folder)
 
 
 def write(folder: Path, fit: str = FINISHED, name: str = "train_tiny.py") -> Path:
@@ -82,7 +75,15 @@ def load(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[[
 
 def test_a_file_is_run_to_its_end(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
-    ran = raysharded_run(f"{write(tmp_path)}:trainer", tmp_path / "elsewhere")
+    ran = subprocess.run(
+        [sys.executable, "-m", "raysharded", "run", f"{write(tmp_path)}:trainer"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=tmp_path / "elsewhere",
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
     assert (ran.returncode, ran.stderr) == (0, "")
     assert ran.stdout == (f"run tiny: 6 steps, fingerprint {'f' * 32}\nreport: raysharded report /runs/tiny\n")
 

@@ -174,7 +174,7 @@ KILLED = Fault(worker=WorkerId(1), step=2, phase="agree")
 @pytest.mark.parametrize(
     ("name", "workers", "faults"),
     [
-        *((name, 3, (KILLED,) if name == TORCHRUN else ()) for name in COMING_FROM),
+        *((name, 3, (KILLED,)) if name == TORCHRUN else (name, 2, ()) for name in COMING_FROM),
         *(pytest.param(TORCHRUN, workers, (KILLED,), marks=pytest.mark.long) for workers in (2, 5, 8)),
     ],
 )

@@ -113,6 +113,7 @@ def test_an_index_accepts_both(installed: Installed, tmp_path: Path) -> None:
     assert told.count("PASSED") == 2
 
 
+@pytest.mark.long
 def test_every_module_imports_outside_the_checkout(installed: Installed, tmp_path: Path) -> None:
     origins = json.loads(run([installed.python, "-c", IMPORT_ALL], cwd=tmp_path).splitlines()[-1])
     assert len(origins) == len([*(ROOT / "raysharded").rglob("*.py")])

@@ -59,7 +59,7 @@ def test_samples_whose_classes_came_by_value_are_collated_in_a_process() -> None
         return torch.stack([pair.ids for pair in pairs])
 
     batch = rs.BatchConfig(global_batch_size=4, microbatch_size=2, seed=1)
-    data, engine = [Pair(index) for index in range(20)], rs.EngineConfig(data_processes=2)
+    data, engine = [Pair(index) for index in range(20)], rs.EngineConfig(data_processes=1)
     sources = Sources(data, None, batch, engine, leave_torch_alone, collate=collate)
     try:
         sources.training.plan([(1, 0)])

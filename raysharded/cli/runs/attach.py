@@ -78,9 +78,10 @@ def _batches(handle: Any) -> Iterator[Sequence[dict[str, Any]]]:
 
     from raysharded.run.handle import Follower
 
-    over, follower = False, Follower(handle)
+    follower = Follower(handle)
     while past := follower.next(0.0):
         yield _fields(past)
+    over = handle.is_over()
     while True:
         used_s = time.process_time()
         new = follower.next(0.0 if over else _WAIT_S) or (follower.rest() if over else [])
