@@ -83,27 +83,29 @@ from raysharded.cli.machine import which_ray
 from raysharded.testing.ray_nodes import descendants
 
 told = {}
-for command in (["status", "gpt"], ["attach", "gpt"], ["runs", "."], ["report", "gpt"]):
-    told[command[0]] = CliRunner().invoke(app, command).output
-told["used"] = which_ray().found
+for address in ("local", ""):
+    os.environ["RAY_ADDRESS"] = address
+    for command in (["status", "gpt"], ["attach", "gpt"], ["runs", "."], ["report", "gpt"]):
+        told[address, command[0]] = CliRunner().invoke(app, command).output
+    told[address, "used"] = which_ray().found
+told = {" ".join(key): value for key, value in told.items()}
 told["children"] = [open(f"/proc/{pid}/comm").read() for pid in descendants(os.getpid())]
 told["connected"] = ray.is_initialized()
 print(json.dumps(told))
 """
 
 
-@pytest.mark.parametrize("address", ["local", ""])
-def test_a_look_up_starts_no_ray(address: str, tmp_path: Path) -> None:
-    environment = {**os.environ, "RAY_ADDRESS": address, "RAY_TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
+def test_a_look_up_starts_no_ray(tmp_path: Path) -> None:
+    environment = {**os.environ, "RAY_TMPDIR": str(tmp_path), "PYTHONPATH": str(ROOT)}
     ran = subprocess.run(
         [sys.executable, "-c", LOOKS], env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert ran.returncode == 0, ran.stderr
     told = json.loads(ran.stdout.splitlines()[-1])
     assert (told["children"], told["connected"]) == ([], False)
-    why = "as RAY_ADDRESS=local says" if address else "no cluster of yours was found"
-    assert f"could know a run named 'gpt' ({why}" in " ".join(told["status"].split())
-    assert told["used"].startswith(f"a separate Ray on this machine ({why}")
+    for address, why in (("local", "as RAY_ADDRESS=local says"), ("", "no cluster of yours was found")):
+        assert f"could know a run named 'gpt' ({why}" in " ".join(told[f"{address} status"].split())
+        assert told[f"{address} used"].startswith(f"a separate Ray on this machine ({why}")
 
 
 @contextlib.contextmanager

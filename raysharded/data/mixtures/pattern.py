@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -60,7 +61,7 @@ class Pattern:
         """The pattern of weights in millionths."""
         own, remainders = np.divmod(np.asarray(parts, dtype=np.int64), PERIOD)
         begins = np.concatenate([[0], np.cumsum(remainders)]).astype(np.int64)
-        counts = [*own.tolist(), int(begins[-1]) // PERIOD]
+        counts = (*own.tolist(), int(begins[-1]) // PERIOD)
         slots = np.asarray(_spread(counts), dtype=np.int64)
         slots[slots == len(own)] = _FREE
         mine = slots[:, None] == np.arange(len(own))[None, :]
@@ -119,7 +120,8 @@ def _below(points: Int64s, turn: Int64s) -> Int64s:
     return found
 
 
-def _spread(counts: Sequence[int]) -> list[int]:
+@lru_cache(maxsize=256)
+def _spread(counts: tuple[int, ...]) -> tuple[int, ...]:
     """Numbers of items, each as often as counted, 1,000 together, as evenly as possible: the one that is most due."""
     taken, order = [0] * len(counts), []
     for place in range(1, PERIOD + 1):
@@ -127,4 +129,4 @@ def _spread(counts: Sequence[int]) -> list[int]:
         chosen = max(range(len(counts)), key=lambda number: (due[number], -number))
         taken[chosen] += 1
         order.append(chosen)
-    return order
+    return tuple(order)
