@@ -7,12 +7,12 @@ import hypothesis  # noqa: F401
 import pytest  # noqa: F401
 import transformers.models.llama.modeling_llama
 import transformers.trainer
-import transformers.trainer_seq2seq
+import transformers.trainer_seq2seq  # noqa: F401
 
 import raysharded.checkpoint.api
 import raysharded.testing.preloaded
 import raysharded.testing.storages
 import raysharded.trainer  # noqa: F401
-import tests.training.harness
+import tests.training.harness  # noqa: F401
 
 gc.freeze()  # as for what a worker itself imports

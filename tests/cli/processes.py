@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import pty
 import re
@@ -38,6 +39,54 @@ def shell(script: str, **variables: str) -> subprocess.CompletedProcess[bytes]:
     )
 
 
+_ONE_BY_ONE = """
+import json, os, sys
+from raysharded.cli import main
+import raysharded.cli.runs.ls, raysharded.cli.runs.status, raysharded.report.loader
+
+commands, folder, leaves = json.loads(sys.argv.pop())
+for number, words in enumerate(commands):
+    places = [os.open(f"{folder}/{number}.{name}", os.O_WRONLY | os.O_CREAT) for name in ("out", "err")]
+    ours, theirs = os.pipe() if leaves else (0, places[0])
+    pid = os.fork()
+    if pid == 0:
+        os.dup2(theirs, 1)
+        os.dup2(places[1], 2)
+        os.closerange(3, 256)
+        sys.argv = ["raysharded", *words]
+        main()
+    if leaves:
+        os.close(theirs)
+        with open(ours, "rb") as reader:
+            reader.readline()
+    with open(f"{folder}/{number}.status", "w") as file:
+        file.write(str(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])))
+"""
+
+
+def one_by_one(
+    commands: list[list[str]], folder: Path, *, reader_leaves: bool = False, **variables: str
+) -> list[subprocess.CompletedProcess[bytes]]:
+    """The commands in forks of one fresh interpreter, with standard streams as it made them. `folder`: an empty one.
+
+    `reader_leaves`: the standard output is a pipe, as that of `| head -1`.
+    """
+    given = json.dumps([commands, str(folder), reader_leaves])
+    subprocess.run(
+        [sys.executable, "-c", _ONE_BY_ONE, given],
+        capture_output=True,
+        env=environment(**variables),
+        timeout=_TIMEOUT_S,
+        check=True,
+    )
+
+    def ended(number: int) -> subprocess.CompletedProcess[bytes]:
+        status, out, err = (Path(folder, f"{number}.{name}").read_bytes() for name in ("status", "out", "err"))
+        return subprocess.CompletedProcess(commands[number], int(status), out, err)
+
+    return [ended(number) for number in range(len(commands))]
+
+
 def in_a_folder(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
     """The command in another current folder. Its process is a fork of the server that has imported torch already."""
     status, out, err = in_a_fork(_ended, arguments, str(folder), environment(), timeout_s=_TIMEOUT_S)
@@ -49,7 +98,7 @@ def _ended(arguments: list[str], folder: str, variables: dict[str, str]) -> tupl
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(folder)
-    files = [tempfile.TemporaryFile() for _ in range(2)]
+    files = [tempfile.TemporaryFile() for _ in range(2)]  # noqa: SIM115
     for number, file in enumerate(files, 1):
         os.dup2(file.fileno(), number)
     sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from hypothesis import given, strategies as st
+import pytest
+from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from raysharded.report.history.counted_steps import CountedSteps
@@ -49,7 +50,13 @@ class SameAsADictionary(RuleBasedStateMachine):
             assert self.found.after(number) == sorted(one for one in self.should if one > number)
 
 
-TestCountedSteps = SameAsADictionary.TestCase
+class TestCountedSteps(SameAsADictionary.TestCase):
+    settings = settings(max_examples=30)
+
+
+@pytest.mark.long
+class TestCountedStepsOften(SameAsADictionary.TestCase):
+    settings = settings(max_examples=200)
 
 
 @given(st.integers(-(1 << 62), 1 << 62))
