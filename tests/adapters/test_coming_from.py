@@ -65,6 +65,7 @@ def test_our_side_trains_with_the_same_bits_at_every_number_of_workers(
                 data=shown.data,
                 batch=shown.batch,
                 scaling=dataclasses.replace(shown.scaling, num_workers=workers, use_gpu=False),
+                engine=rs.EngineConfig(prefetch=workers > 1),  # a single one reads its data itself
                 run=dataclasses.replace(shown.run, storage_path=str(tmp_path / f"runs{workers}")),
             )
             result = processes.fit(trainer)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer.main
+import typer.testing
 from typer.testing import CliRunner, Result
 
 from raysharded import __version__
@@ -16,6 +19,9 @@ from raysharded.ray_backend import cluster
 from tests.driver.recorded import recorded
 from tests.driver.scripted import training
 from tests.report.entries import data, generation, run_with_a_loss, started, step, write_run
+
+vars(typer.testing)["_get_command"] = cache(typer.main.get_command)
+"""All tests of a process share the commands. Making them from their functions takes a tenth of a second."""
 
 
 def invoke(*arguments: object) -> Result:

@@ -97,11 +97,11 @@ ELSEWHERE = {
 
 TRAIN = """
 import raysharded as rs
-from tests.training.harness import GptTask, Tokens
+from tests.training.harness import GptTask, samples
 
 def trainer():
     return rs.ElasticTrainer(
-        task=GptTask(), data=Tokens(), batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2),
+        task=GptTask(), data=samples(), batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2),
         scaling=rs.ScalingConfig(num_workers=(1, 2)),
         run=rs.RunConfig(name="set", storage_path="runs", max_steps=1),
     )

@@ -32,7 +32,7 @@ from tests.driver.recorded import recorded
 from tests.driver.scripted import training
 from tests.paths import ROOT
 from tests.report.entries import run_with_a_loss, write_run
-from tests.training.harness import Collector, Tokens
+from tests.training.harness import Collector, Tokens, samples
 
 ELSEWHERE = {
     "README.md": "packaging/test_readme.py",
@@ -189,13 +189,14 @@ def test_the_diff_of_a_loop_gives_a_session_with_the_bits_of_a_task(
     plan = FaultPlan(faults=faults, folder=str(tmp_path))
 
     def found(task: rs.Task, workers: tuple[int, int], plan: FaultPlan | None = None) -> tuple[str, str | None]:
-        """The numbers of the journal, and the fingerprint."""
+        """The numbers of the journal, and the fingerprint. A single worker reads its data itself."""
         journal = Collector()
         trainer = rs.ElasticTrainer(
             task=task,
             data=shown.data,
             batch=shown.batch,
             scaling=dataclasses.replace(shown.scaling, num_workers=workers, use_gpu=False),
+            engine=rs.EngineConfig(prefetch=workers != (1, 1)),
             run=dataclasses.replace(shown.run, storage_path=str(tmp_path / f"runs{workers[1]}"), max_steps=3),
         )
         trainer.faults = plan
@@ -295,7 +296,7 @@ def test_an_adapter_is_trained_and_exported_as_the_guide_says(load: Load, tmp_pa
     succeed(*shlex.split(imports)[1:])
     trainer = rs.ElasticTrainer(
         task=load("adapt", f"import torch\n{shown}").Adapt(),
-        data=Tokens(),
+        data=samples(),
         batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2),
         scaling=rs.ScalingConfig(num_workers=2),
         run=rs.RunConfig(name="lora", storage_path=str(tmp_path / "runs"), max_steps=2, start_from="base"),
@@ -334,6 +335,7 @@ def test_the_tasks_of_the_guide_train(load: Load, tmp_path: Path) -> None:
             batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
             scaling=rs.ScalingConfig(num_workers=2),
             run=rs.RunConfig(name=task.__name__, storage_path=str(tmp_path / "runs"), max_steps=2),
+            engine=rs.EngineConfig(prefetch=task is module.Wrapped),  # else a worker reads its data itself
             evaluation=dataclasses.replace(held_out["evaluation"], every_steps=1, num_samples=5),
         )
         report = processes.fit(trainer).report()

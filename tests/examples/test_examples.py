@@ -79,6 +79,7 @@ def test_the_own_loop_learns_and_ends_with_the_same_bits_when_one_of_two_workers
 
     undisturbed, disturbed = trainer(str(tmp_path / "one"), 60), trainer(str(tmp_path / "two"), 60)
     undisturbed.scaling = ScalingConfig(num_workers=1)
+    undisturbed.engine = replace(undisturbed.engine, prefetch=False)  # no process that reads has to start
     kill = Fault(worker=WorkerId(1), step=30, phase="backward", kind="kill")
     disturbed.faults = FaultPlan(faults=(kill,), folder=str(tmp_path))
     one, two = fit(undisturbed), fit(disturbed)
