@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -64,12 +64,12 @@ class LocalStores(Stores):
 
 
 @pytest.mark.procs
-def test_four_own_readers_read_every_token_once_in_each_epoch(tmp_path: Path) -> None:
+def test_two_own_readers_read_every_token_once_in_each_epoch(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 257, 64 * 32, dtype=np.uint32)
     with StoreWriter(str(tmp_path / "large"), Kind(tokenizer="random", vocab_size=257), 1000) as writer:
         writer.write(np.append(tokens, np.uint32(0)))
     stores = LocalStores(endpoint_url="", seq_len=32, totals={}, sizes={}, folder=tmp_path)
-    with Readers(stores, SUBJECTS[0], adds=True) as readers:
+    with Readers(stores, replace(SUBJECTS[0], ranks=2), adds=True) as readers:
         for _ in range(2):
             epoch = readers.read("large")
             assert (epoch.tokens, epoch.total) == (64 * 32, int(tokens.sum()))

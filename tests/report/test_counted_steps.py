@@ -50,13 +50,14 @@ class SameAsADictionary(RuleBasedStateMachine):
             assert self.found.after(number) == sorted(one for one in self.should if one > number)
 
 
-class TestCountedSteps(SameAsADictionary.TestCase):
-    settings = settings(max_examples=30)
+class Often(SameAsADictionary):
+    pass
 
 
-@pytest.mark.long
-class TestCountedStepsOften(SameAsADictionary.TestCase):
-    settings = settings(max_examples=200)
+TestCountedSteps = SameAsADictionary.TestCase
+TestCountedSteps.settings = settings(max_examples=30)
+TestCountedStepsOften = pytest.mark.long(Often.TestCase)
+TestCountedStepsOften.settings = settings(max_examples=200)
 
 
 @given(st.integers(-(1 << 62), 1 << 62))
