@@ -101,6 +101,18 @@ def test_the_end_of_a_run_is_told_with_its_error_and_an_exit_status(
     assert (as_json.exit_code, told["state"], told["error"]) == (status, state, "RunFailed: 4 workers lost")
 
 
+class Over(Handle):
+    """A handle on a run that was over when its entries were first read."""
+
+    def entries(self, after: int = 0, timeout_s: float = 0.0) -> list[tuple[int, str, dict[str, Any]]]:
+        assert timeout_s == 0, "nothing more will come"
+        return super().entries(after, timeout_s)
+
+
+def test_a_run_that_is_over_is_shown_without_a_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert attached(monkeypatch, Over()).exit_code == 0
+
+
 class Ended(Handle):
     """A handle during whose calls the process gets a SIGTERM."""
 
