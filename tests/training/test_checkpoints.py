@@ -416,14 +416,17 @@ def test_a_run_that_must_end_soon_ends_in_time_though_its_storage_hangs(tmp_path
         assert listener.reached.wait(WAIT_S)
         storage.hangs.set()
         assert storage.hanging.wait(WAIT_S)
-        before = driver.state.step
+        before, deadline = driver.state.step, time.monotonic() + WAIT_S
+        while driver.state.step == before:  # training continues meanwhile
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
         told = time.monotonic()
         driver.stop(checkpoint_within_s=1.0)
         state = running.result(WAIT_S)
         took = time.monotonic() - told
     storage.may_go.set()
     assert took < 10.0  # and not as long as storage hangs
-    assert state.step > before  # training continued meanwhile
+    assert state.step > before
 
 
 def test_training_continues_while_the_journal_hangs_and_all_of_it_is_written_later(tmp_path: Path) -> None:
