@@ -249,7 +249,7 @@ class Broken(SmallTask):
     def build_model(self) -> torch.nn.Module:
         model = super().build_model()
         with torch.no_grad():
-            next(model.parameters()).fill_(math.nan)
+            model.get_parameter("embedding.weight").fill_(math.nan)
         return model
 
 
