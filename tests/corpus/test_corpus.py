@@ -24,7 +24,7 @@ from tests.paths import ROOT
 OWN = [name for name in ROWS if name not in NEED_TRANSFORMERS]
 TENTH = [name for name, row in ROWS.items() if row.tenth]
 OWN_EACH_TIME = [name for name in TENTH if name in OWN and name not in ("adam", "unet")]
-"""Rows of a tenth that are tried each time. Of the two others the optimizer is tried in a test of its own, and nested
+"""Rows of a tenth that are tried each time. Of the two others the optimizer has another test, and nested
 units where models are wrapped."""
 STOCK_EACH_TIME = ("llama", "wav2vec2")
 """Rows that need transformers and are tried each time: a decoder with a tied head, and an encoder of sound that draws
