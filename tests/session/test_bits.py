@@ -264,10 +264,10 @@ def test_a_rewind_goes_back_with_the_registered_state(tmp_path: Path) -> None:
 
 def test_a_factor_of_the_learning_rate_has_the_bits_that_a_task_has_with_it(tmp_path: Path) -> None:
     found = []
-    for name, task in {"loop": TrainFunction(Loop()), "task": None}.items():
+    for name, task in {"loop": TrainFunction(Loop()), "task": GptTask()}.items():
         job = small_job(f"{tmp_path}/{name}", task=task, steps=STEPS)
         listener = Listening(lambda kind, _: kind == "started")
-        driver = make_driver(job, make_limits(job, 2 if task else 1), listener)
+        driver = make_driver(job, make_limits(job, 2 if name == "loop" else 1), listener)
         listener.do = partial(driver.set_learning_rate, 0.5)
         state = driver.run()
         rates = {fields["step"]: fields["lr"] for fields in listener.of("step")}
