@@ -46,7 +46,7 @@ SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-ray test-clusters test-long compat mutants mutants-device test-gpu cuda-names test-s3 check lint docs bench bench-quick bench-full peers lock clean
+.PHONY: help install demo test test-ray test-clusters test-long compat mutants mutants-device test-gpu cuda-names test-s3 check timed-lint lint docs bench bench-quick bench-full peers lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -155,6 +155,10 @@ test-s3: $(DEV) $(S3FS)
 
 check: lint $(S3FS)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)
+
+# In `.ci/run`, beside tests that mostly wait.
+timed-lint: $(DEV)
+	@$(call timed,lint) $(MAKE) --no-print-directory lint
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .

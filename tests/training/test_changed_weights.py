@@ -283,6 +283,7 @@ def test_changed_weights_hold_after_going_back_with_skipped_data_and_across_limi
     assert (skipped.first_position, skipped.samples) == (begin, rewind["skip_samples"])
 
 
+@pytest.mark.long
 def test_going_back_to_before_the_change_undoes_it(tmp_path: Path, stores: Path) -> None:
     url, told = tmp_path / "run", tmp_path / "run tells"
     first = Listening(at_step(2), lambda driver: driver.set_mixture_weights(BY_HAND), before=held(told, 4))

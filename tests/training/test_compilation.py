@@ -157,6 +157,7 @@ def test_many_lengths_give_the_same_bits_at_every_size_and_after_a_loss() -> Non
     assert alone.bits == train(3, prepare=one_compiler, steps=2, kills=[(1, 2, "backward")], **SETTINGS).bits
 
 
+@pytest.mark.long
 def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_one_changes_no_bit(
     tmp_path: Path,
 ) -> None:

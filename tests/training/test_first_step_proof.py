@@ -108,6 +108,7 @@ def disturbed(workers: int, faults: tuple[Fault, ...], **engine: Any) -> Outcome
     )
 
 
+@pytest.mark.long
 def test_after_a_loss_nothing_is_proven_again_and_a_joiner_proves_itself_once() -> None:
     kill = Fault(worker=WorkerId(1), step=2, phase="backward")
     joins = Fault(worker=WorkerId(3), step=1, phase="data", kind="slow", seconds=0.001)

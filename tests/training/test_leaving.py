@@ -312,6 +312,7 @@ def test_survivors_keep_the_memory_of_their_buffers_when_a_spare_takes_the_lost_
     assert "snapshot" in kept[first[0]]
 
 
+@pytest.mark.long
 def test_a_spare_that_is_requested_to_leave_just_leaves(tmp_path: Path) -> None:
     job = a_job(tmp_path)
 

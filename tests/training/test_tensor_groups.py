@@ -137,6 +137,7 @@ def test_a_unit_may_be_replicated_beside_those_that_are_cut() -> None:
     assert in_groups(4, task=task).bits == one_group(task=task).bits
 
 
+@pytest.mark.long
 def test_audits_change_no_bit_and_find_who_computes_wrong_numbers() -> None:
     engine = rs.EngineConfig(audit_every_steps=1)
     wrong = Fault(worker=WorkerId(3), step=2, phase="backward", kind="corrupt")
