@@ -148,6 +148,7 @@ def test_a_mode_that_build_optimizer_leaves_entered_stays_without_the_watch() ->
         left = _get_current_dispatch_mode_stack()[before:]
         assert [type(one).__name__ for one in left] == ["_FlopCounterMode"]
     finally:
+        mode.mod_tracker.__exit__(None, None, None)  # it hooks all modules of the process
         while len(_get_current_dispatch_mode_stack()) > before:
             _pop_mode()
 
