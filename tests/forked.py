@@ -7,6 +7,7 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
 
 from raysharded.testing import processes
@@ -14,14 +15,21 @@ from raysharded.testing import processes
 _T = TypeVar("_T")
 
 PRELOADED = ["raysharded.testing.preloaded", "tests.preloaded"]
-"""Imports of the one server of a test run, which the first caller starts: all callers give these."""
+"""Imports of the one server of a test run, which the first caller starts."""
 vars(processes)["_PRELOADED"] = PRELOADED
+
+
+def server() -> ForkServerContext:
+    """The context of processes that are forked from the server. Its first user chose the imports if others did not give
+    the same: each later process would import the rest."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    return context
 
 
 def in_a_fork(act: Callable[..., _T], *args: Any, timeout_s: float = 120.0) -> _T:
     """The result of `act(*args)` there. Raises its error, EOFError if the process died, and TimeoutError."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = server()
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_serve, args=(theirs, act, args), daemon=True)
     process.start()

@@ -1,13 +1,10 @@
 """Imported once by the server that the tests' processes are forked from: the imports of the modules that define their
-tasks and functions, a sixth of a second in each process otherwise; three seconds for those of transformers."""
+tasks and functions, a sixth of a second in each process otherwise."""
 
 import gc
 
 import hypothesis  # noqa: F401
 import pytest  # noqa: F401
-import transformers.models.llama.modeling_llama
-import transformers.trainer
-import transformers.trainer_seq2seq  # noqa: F401
 
 import raysharded.checkpoint.api
 import raysharded.testing.preloaded

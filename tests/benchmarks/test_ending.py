@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import sys
 from multiprocessing.connection import Connection
 
 import pytest
 
-from tests.forked import PRELOADED
+from tests.forked import server
 
 pytestmark = pytest.mark.procs
 
@@ -25,8 +24,7 @@ def measure(pipe: Connection) -> None:
 
 
 def test_sigterm_leaves_no_process_behind() -> None:
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = server()
     ours, theirs = context.Pipe(duplex=False)
     benchmark = context.Process(target=measure, args=(theirs,))
     benchmark.start()

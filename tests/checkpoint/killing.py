@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import signal
@@ -18,7 +17,7 @@ from raysharded.checkpoint import Claims, Keep, Storage, list_checkpoints, newes
 from raysharded.checkpoint.storage import BytesLike
 from raysharded.checkpoint.storage.local import LocalStorage
 from tests.checkpoint.samples import State, bytes_of, raw, read_all, save, with_index
-from tests.forked import PRELOADED
+from tests.forked import server
 
 DEADLINE_S = 60.0
 
@@ -86,8 +85,7 @@ def _kill_one(
     url: str, first: int, rows: int, chunk: int, environment: Mapping[str, str], after_s: float
 ) -> tuple[int, int]:
     """(the newest save that was begun, the newest that was ended)."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = server()
     ours, theirs = context.Pipe()
     process = context.Process(target=_save_forever, args=(url, first, rows, chunk, dict(environment), theirs))
     process.start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator
@@ -19,7 +18,7 @@ from raysharded.testing.storages import save_rows
 from tests.cases import tried_each_time
 from tests.checkpoint.killing import kill_savers
 from tests.checkpoint.samples import with_index
-from tests.forked import PRELOADED
+from tests.forked import server
 
 OLD = {"w": np.arange(60, dtype=np.float32).reshape(12, 5), "step": np.array(1)}
 NEW = {"w": OLD["w"] + 1, "step": np.array(2)}
@@ -134,8 +133,7 @@ def test_a_save_killed_by_sigkill_is_whole_or_invisible_and_its_debris_is_pruned
 ) -> None:
     storage = open_storage(str(tmp_path))
     _save(storage, OLD, step=1, num_writers=3)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = server()
     process = context.Process(target=save_and_die, args=(str(tmp_path), moment), daemon=True)
     process.start()
     process.join(60)

@@ -4,7 +4,6 @@ message, and leave nothing behind."""
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import tempfile
 import time
@@ -68,8 +67,7 @@ class Forked:
     """A process of the check that is forked, so that it starts at once, in place of a fresh one."""
 
     def __init__(self, connection: Connection, hash_seed: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(forked.PRELOADED)
+        context = forked.server()
         self._process = context.Process(target=serve, args=(connection,), daemon=True)
         self._process.start()
 

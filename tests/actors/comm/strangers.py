@@ -22,7 +22,6 @@ import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -34,7 +33,7 @@ from raysharded.actors.comm.groups import Groups, Rendezvous
 from raysharded.errors import CollectiveAborted
 from raysharded.layout import Mesh
 from raysharded.rendezvous.server import RendezvousStore
-from tests.forked import PRELOADED
+from tests.forked import server
 from tests.training import harness
 
 _LISTENS = "0A"
@@ -165,8 +164,7 @@ def children(pids: Sequence[int]) -> list[int]:
 @contextlib.contextmanager
 def stranger(act: Any, *args: Any) -> Iterator[list[Any]]:
     """A process that does this meanwhile; the list has what it sends first, and its count at the end."""
-    context, counts = get_context("forkserver"), list[Any]()
-    context.set_forkserver_preload(PRELOADED)
+    context, counts = server(), list[Any]()
     ours, theirs = context.Pipe()
     process = context.Process(target=act, args=(theirs, *args), daemon=True)
     process.start()
@@ -238,8 +236,7 @@ def member(places: Sequence[Rendezvous], pipe: Connection) -> None:
 
 def raced(generations: int, world_size: int = 2) -> tuple[list[Outcome], int]:
     """The outcome of each member of these generations, and the connections that the stranger made."""
-    store, context = RendezvousStore("127.0.0.1"), get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    store, context = RendezvousStore("127.0.0.1"), server()
     pipes, processes = [], []
     for rank in range(world_size):
         places = [

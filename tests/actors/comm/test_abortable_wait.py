@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from multiprocessing import get_context
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from raysharded.layout import Mesh
 from raysharded.rendezvous.server import RendezvousStore
 from raysharded.testing import Fault
 from tests import patches
-from tests.forked import PRELOADED
+from tests.forked import server
 from tests.training.harness import Gpt, GptTask, train
 
 pytestmark = [
@@ -110,10 +109,8 @@ class Pair:
 
     def __init__(self, does: str) -> None:
         self.does, self.store = does, RendezvousStore("127.0.0.1")
-        context = get_context("forkserver")
-        context.set_forkserver_preload(PRELOADED)
         where = place(self.store, 1, does)
-        self.process: ForkServerProcess = context.Process(target=peer, args=(where, does), daemon=True)
+        self.process: ForkServerProcess = server().Process(target=peer, args=(where, does), daemon=True)
         self.process.start()
         self.groups = Groups(use_gpu=False)
         self.groups.form(place(self.store, 0, does))

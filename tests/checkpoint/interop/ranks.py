@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import traceback
 from collections.abc import Callable
@@ -20,7 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests.forked import PRELOADED
+from tests.forked import server
 
 TIMEOUT_S = 120
 dcp: Any = torch.distributed.checkpoint  # its functions are exported from their own modules only, types have it
@@ -31,8 +30,7 @@ def run_ranks(folder: Path, num_ranks: int, act: Callable[..., Any], *args: Any)
 
     Raises AssertionError with the traceback of the first rank that raised.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = server()
     store = folder / f"store-{len(list(folder.glob('store-*')))}"
     pipes, processes = [], []
     for rank in range(num_ranks):

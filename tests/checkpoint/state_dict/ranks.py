@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import multiprocessing
 import os
 import signal
 import time
@@ -16,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from tests.forked import PRELOADED
+from tests.forked import server
 
 GROUP_TIMEOUT_S = 60.0
 
@@ -44,8 +43,7 @@ def outcomes(
 ) -> list[Any]:
     """For each rank its return value, its error, or Killed. `kill`: a rank, and so many seconds after all processes
     were started. Raises TimeoutError, with the stacks of the hanging rank on its stderr."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = server()
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipes: list[Connection] = []
     processes: list[Any] = []
