@@ -62,7 +62,7 @@ class Gpt(nn.Module):
     positions: torch.Tensor
     ramp: torch.Tensor
 
-    def __init__(self, layers: int = 2, dropout: float = 0.1) -> None:
+    def __init__(self, layers: int = 1, dropout: float = 0.1) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)
         self.register_buffer("positions", 0.1 * torch.randn(SEQUENCE, WIDTH))
@@ -106,6 +106,13 @@ class GptTask(rs.Task):
 
     def lr_scale(self, step: int) -> float:
         return rs.warmup_cosine(step, warmup_steps=2, total_steps=10)
+
+
+class TwoBlocksTask(GptTask):
+    """As `GptTask` with two blocks, whose parameters have equal shapes and are gathered one block ahead."""
+
+    def build_model(self) -> nn.Module:
+        return Gpt(2)
 
 
 class Small(nn.Module):
@@ -206,7 +213,7 @@ def train(
     workers: int,
     *,
     task: rs.Task | None = None,
-    microbatches: int = 8,
+    microbatches: int = 5,
     steps: int = 3,
     engine: rs.EngineConfig | None = None,
     evaluation: rs.EvalConfig | None = None,
@@ -303,7 +310,7 @@ def make_job(
     url: str,
     *,
     task: rs.Task | None = None,
-    microbatches: int = 8,
+    microbatches: int = 5,
     steps: int = 3,
     engine: rs.EngineConfig | None = None,
     evaluation: rs.EvalConfig | None = None,
