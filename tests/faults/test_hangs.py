@@ -22,6 +22,7 @@ from raysharded.data.store.layout import Kind
 from raysharded.data.store.writer import StoreWriter
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
+from tests.cases import tried_each_time
 from tests.training.harness import (
     SEQUENCE,
     VOCABULARY,
@@ -82,10 +83,7 @@ def recoveries(outcome: Outcome) -> list[dict[str, Any]]:
     return [dict(fields) for kind, fields in outcome.entries if kind == "recovery"]
 
 
-@pytest.mark.parametrize(
-    "phase",
-    ["agree", "snapshot", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("forward", "backward", "apply"))],
-)
+@pytest.mark.parametrize("phase", tried_each_time(["agree"], ["forward", "backward", "agree", "apply", "snapshot"]))
 def test_a_stopped_worker_is_abandoned_at_the_deadline_in_any_phase(phase: str) -> None:
     stopped = Fault(worker=WorkerId(1), step=3, phase=phase, kind="stop")
     outcome = train(3, steps=STEPS, microbatches=MICROBATCHES, faults=[stopped], hang_timeout_s=HANG_S)
@@ -97,7 +95,7 @@ def test_a_stopped_worker_is_abandoned_at_the_deadline_in_any_phase(phase: str) 
     assert outcome.bits == undisturbed().bits
 
 
-@pytest.mark.parametrize("phase", ["form", "transfer"])
+@pytest.mark.parametrize("phase", tried_each_time(["transfer"], ["form", "transfer"]))
 def test_a_worker_that_is_stopped_while_a_generation_forms_is_abandoned(phase: str) -> None:
     faults = [
         Fault(worker=WorkerId(2), step=3, phase="forward"),

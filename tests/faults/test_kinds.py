@@ -17,6 +17,7 @@ from raysharded.errors import RunFailed, TaskError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan, network
 from raysharded.testing.processes import fit
+from tests.cases import tried_each_time
 from tests.training.harness import Collector, GptTask, Tokens, make_driver, make_job, make_limits, train
 
 pytestmark = [pytest.mark.procs, pytest.mark.alone]
@@ -54,9 +55,7 @@ def lost(listener: Collector) -> list[int]:
     return [fields["worker"] for kind, fields in listener.entries if kind == "worker_lost"]
 
 
-@pytest.mark.parametrize(
-    "phase", ["data", "agree", *(pytest.param(phase, marks=pytest.mark.long) for phase in ("forward", "snapshot"))]
-)
+@pytest.mark.parametrize("phase", tried_each_time(["agree"], ["data", "forward", "agree", "snapshot"]))
 def test_a_worker_cut_off_without_a_reset_is_abandoned_and_the_others_continue(phase: str, tmp_path: Path) -> None:
     _, listener = disturbed(tmp_path, Fault(worker=ONE, step=3, phase=phase, kind="drop"))
     assert lost(listener) == [ONE]
