@@ -67,6 +67,7 @@ TWO_AT_A_TIME := not long and not ray and not gpu and not s3 and not alone
 ALONE := not long and alone and not ray and not clusters and not gpu and not s3
 ON_RAY := not long and ray and not clusters and not gpu and not s3
 CLUSTERS := not long and clusters and not gpu and not s3
+ON_S3 := not long and s3 and not gpu
 SIDE_BY_SIDE := -n 2 --dist worksteal --in-memory
 SLOWEST := --durations=12
 # A test with separate processes may fail once because another program took the machine: it is retried, at most a few
@@ -105,8 +106,8 @@ test-clusters: $(DEV)
 
 # Tests that passed at this commit are not repeated: the run may be interrupted at any time and resumes from there.
 LONG := build/long/$(shell git rev-parse --short HEAD 2>/dev/null)
-test-long: $(DEV) $(COMPILER) $(TITAN)
-	@$(call timed,long) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "long and not gpu and not s3" \
+test-long: $(DEV) $(COMPILER) $(TITAN) $(S3FS)
+	@$(call timed,long) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "long and not gpu" \
 		--ignore tests/driver/test_histories.py --passed $(LONG)/cases.txt \
 		$(call files_with,mark\.long|tried_each_time) $(PYTEST_ARGS)
 	@RAYSHARDED_SCHEDULES=3000 $(call timed,long-histories) $(BIN)/python -m pytest $(SIDE_BY_SIDE) \
@@ -150,7 +151,7 @@ test-gpu: $(DEV) $(COMPILER) $(TITAN)
 
 test-s3: $(DEV) $(S3FS)
 	@$(BIN)/python -c 'from tests.s3.server import programs; print("S3 server:", programs())'
-	@$(call timed,s3) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "s3 and not gpu" \
+	@$(call timed,s3) $(BIN)/python -m pytest $(SECOND_TRY) $(SLOWEST) -m "$(ON_S3)" \
 		$(call files_with,mark\.s3) $(PYTEST_ARGS) $(or_none)
 
 check: lint $(S3FS)

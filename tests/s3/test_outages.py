@@ -25,6 +25,7 @@ from raysharded.ids import WorkerId
 from raysharded.journal import writer as journal_writer
 from raysharded.journal.log import read, read_placed
 from raysharded.report.loader import load
+from tests.cases import tried_each_time
 from tests.ray.driving import PacedTokens, hurry
 from tests.ray.leftovers import wait_until
 from tests.s3.fixtures import FaultyS3
@@ -99,7 +100,7 @@ def driver(
     return make_driver(job, limits, listen, prepare=prepare, take_over=take_over, on_storage=on_storage)
 
 
-@pytest.fixture(params=["policy", "NoSuchBucket", "InvalidAccessKeyId"])
+@pytest.fixture(params=tried_each_time(["policy"], ["policy", "NoSuchBucket", "InvalidAccessKeyId"]))
 def outage(request: pytest.FixtureRequest, s3_server: S3Server, s3_credentials: None) -> Iterator[Outage]:
     """A bucket of a user's own that will be refused to the user, or one behind a proxy that will refuse."""
     if request.param == "policy":

@@ -17,7 +17,7 @@ from tests.s3.keys import Key
 from tests.s3.proxy import Exchange, Request
 from tests.s3.test_credentials import Keyring, _apart, keyring as keyring
 
-pytestmark = [pytest.mark.s3, pytest.mark.ray]
+pytestmark = [pytest.mark.s3, pytest.mark.ray, pytest.mark.long]
 
 STEPS = 6
 SCRIPT = f"""
