@@ -13,11 +13,13 @@ from dataclasses import dataclass
 
 import pytest
 
-from tests.s3.proxy import FaultyProxy
+from tests.s3.proxy import FaultyProxy, Stall, Trickle
 from tests.s3.server import S3Server, running_server
 
 TIMEOUT_S = 2.0
-"""The timeout of storages behind the faulty proxy."""
+"""The timeout of storages behind the faulty proxy, for faults that last until it."""
+PATIENT_S = 30.0
+"""Their timeout for others: not reached on a busy machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,9 +84,20 @@ def s3_url(s3_server: S3Server, s3_bucket: str, s3_credentials: None) -> Iterato
 
 
 @pytest.fixture
-def faulty_s3(s3_server: S3Server, s3_url: str) -> Iterator[FaultyS3]:
-    """An empty storage, behind a separate proxy."""
+def faulty_s3(s3_server: S3Server, s3_url: str, request: pytest.FixtureRequest) -> Iterator[FaultyS3]:
+    """An empty storage, behind a separate proxy.
+
+    Its timeout is short, but for a case whose `fault` answers at once: a busy machine would add a retry there.
+    """
+    timeout_s = TIMEOUT_S if _is_awaited(request) else PATIENT_S
     path = s3_url.partition("?")[0]
     with FaultyProxy(s3_server.endpoint_url) as proxy:
-        url = f"{path}?endpoint_url={proxy.endpoint_url}&timeout_s={TIMEOUT_S:g}"
+        url = f"{path}?endpoint_url={proxy.endpoint_url}&timeout_s={timeout_s:g}"
         yield FaultyS3(url=url, direct_url=s3_url, proxy=proxy)
+
+
+def _is_awaited(request: pytest.FixtureRequest) -> bool:
+    """Whether a test waits for the timeout, or may do so."""
+    case = getattr(request.node, "callspec", None)
+    fault = case and case.params.get("fault")
+    return fault is None or isinstance(fault, Stall | Trickle) or getattr(fault, "then", None) == "stall"
