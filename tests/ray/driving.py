@@ -23,15 +23,20 @@ LEASE_S = 2.0
 
 
 class PacedTokens(Tokens):
-    """Slow until `hurry` reports that the awaited event of a test has happened: so the run is not over before."""
+    """Slow until `hurry` reports that the awaited event of a test has happened: so the run is not over before.
+
+    A process that has read some steps becomes slower: on a busy machine the event comes late.
+    """
 
     def __init__(self, folder: Path) -> None:
         super().__init__()
-        self._hurry = folder / "hurry"
+        self._hurry, self._read = folder / "hurry", 0
 
     def __getitem__(self, index: int) -> Any:
-        if not self._hurry.exists():
-            time.sleep(0.15)
+        self._read += 1
+        until = time.monotonic() + (0.15 if self._read <= 10 * MICROBATCHES else 1.5)
+        while not self._hurry.exists() and time.monotonic() < until:
+            time.sleep(0.05)
         return super().__getitem__(index)
 
 
