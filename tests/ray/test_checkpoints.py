@@ -101,6 +101,7 @@ def test_sigterm_to_the_driver_ends_the_run_after_a_checkpoint_and_leaves_nothin
     wait_until(lambda: not processes_marked(marker), f"all processes gone: {processes_marked(marker)}")
 
 
+@pytest.mark.long
 @pytest.mark.clusters
 def test_a_second_sigterm_ends_the_run_at_once(tmp_path: Path) -> None:
     process = script_at_a_step(SCRIPT, tmp_path)

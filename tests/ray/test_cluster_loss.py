@@ -67,7 +67,7 @@ ray.shutdown()
 """
 
 
-@pytest.mark.parametrize(("how", "limit_s"), [("set", 17.0), ("unset", 33.0)])
+@pytest.mark.parametrize(("how", "limit_s"), [("set", 17.0), pytest.param("unset", 33.0, marks=pytest.mark.long)])
 def test_rays_limit_is_read_from_the_clusters_own_settings_and_else_from_the_environment(
     own_cluster: dict[str, str], how: str, limit_s: float
 ) -> None:

@@ -110,6 +110,7 @@ def test_each_death_reads_differently_and_has_the_last_words_of_its_worker(tmp_p
     assert "Segmentation fault" in "\n".join(died[1]["stderr"])  # type: ignore[arg-type]  # lines
 
 
+@pytest.mark.long
 def test_a_task_that_always_ends_its_workers_ends_the_run_with_status_place_and_last_words(tmp_path: Path) -> None:
     run = trainer(tmp_path, DiesInTurn(tmp_path, [leave] * 9), 2, max_same_deaths=2).start()
     with pytest.raises(

@@ -152,6 +152,7 @@ def test_a_new_driver_that_may_have_fewer_workers_resumes_from_the_memory_of_all
     assert_no_slot_is_leaked()
 
 
+@pytest.mark.long
 def test_workers_without_a_driver_write_a_last_checkpoint_and_end(tmp_path: Path, address: str, start: Start) -> None:
     first = start(tmp_path, 2, address, orphan_wait_s=1.0)
     first.wait_for_step(3)

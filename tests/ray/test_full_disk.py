@@ -77,7 +77,7 @@ class UnmountedShare:
 Disk = FullDisk | UnmountedShare
 
 
-@pytest.fixture(params=[FullDisk, UnmountedShare])
+@pytest.fixture(params=[FullDisk, pytest.param(UnmountedShare, marks=pytest.mark.long)])
 def disk(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Disk]:
     try:
         made: Disk = request.param(tmp_path)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import tried_each_time
 from tests.cli.test_commands import succeed
 from tests.ray.leftovers import processes_marked, wait_until
 from tests.ray.pacing import script_at_a_step
@@ -68,7 +69,7 @@ def test_a_hangup_of_all_processes_ends_with_one_more_checkpoint(tmp_path: Path)
     assert "the next fit() resumes from its checkpoint of step " in errors
 
 
-@pytest.mark.parametrize("moment", ["begin", pytest.param("started", marks=pytest.mark.long), "step"])
+@pytest.mark.parametrize("moment", tried_each_time(["step"], ["begin", "started", "step"]))
 def test_ctrl_c_ends_with_one_line_and_leaves_nothing(moment: str, tmp_path: Path) -> None:
     marker = f"RAYSHARDED_TEST={uuid.uuid4().hex}"
     name, _, value = marker.partition("=")

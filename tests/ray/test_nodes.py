@@ -99,6 +99,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return happens("launched", tmp_path_factory.mktemp("launched"))
 
 
+@pytest.mark.long
 def test_a_worker_waits_when_only_avoided_nodes_have_slots_and_the_shortage_gives_the_reason(
     launched: dict[str, Any],
 ) -> None:

@@ -94,6 +94,7 @@ def test_the_example_starts_watches_kills_resizes_and_reports(
     assert_no_slot_is_leaked()
 
 
+@pytest.mark.long
 def test_a_run_continues_when_its_kernel_is_killed_and_a_new_kernel_attaches_to_it(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:

@@ -120,6 +120,7 @@ def test_workers_of_a_trial_are_in_its_bundles_and_so_is_the_replacement_of_a_lo
     assert any("in the placement group of this process (3 bundles: 1 CPU" in message for message in told["heard"])
 
 
+@pytest.mark.long
 def test_the_workers_of_a_task_are_in_its_bundles_while_others_are_free(group: PlacementGroup, tmp_path: Path) -> None:
     started = task.options(scheduling_strategy=inside(group)).remote(str(tmp_path), (1, 4), group.id.hex())
     told = ray.get(started)
@@ -129,7 +130,7 @@ def test_the_workers_of_a_task_are_in_its_bundles_while_others_are_free(group: P
     assert any(message.startswith(limit) for message in told["heard"])
 
 
-@pytest.mark.parametrize("where", ["no group", "a group that captures nothing"])
+@pytest.mark.parametrize("where", [pytest.param("no group", marks=pytest.mark.long), "a group that captures nothing"])
 def test_without_a_group_that_captures_workers_are_anywhere(where: str, group: PlacementGroup, tmp_path: Path) -> None:
     options = {} if where == "no group" else {"scheduling_strategy": inside(group, captures=False)}
     told = ray.get(task.options(**options).remote(str(tmp_path), 2, group.id.hex()))

@@ -47,7 +47,7 @@ def test_a_process_that_a_cluster_refuses_is_told_how_to_name_the_token(tmp_path
 
 @pytest.mark.ray
 @pytest.mark.clusters
-@pytest.mark.parametrize("how", ["found", "named"])
+@pytest.mark.parametrize("how", ["found", pytest.param("named", marks=pytest.mark.long)])
 def test_the_users_own_cluster_is_used_with_the_token_of_the_home(
     how: str, tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:

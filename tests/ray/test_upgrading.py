@@ -188,6 +188,7 @@ def test_no_step_of_workers_of_the_version_before_is_lost(
     assert_no_slot_is_leaked()
 
 
+@pytest.mark.long
 def test_a_detached_driver_of_the_version_before_is_left_alone_and_named(
     tmp_path: Path, installed: Path, start: Start
 ) -> None:

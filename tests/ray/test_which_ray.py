@@ -143,7 +143,7 @@ print(json.dumps({"said": said, "address": ray.get_runtime_context().gcs_address
 
 @pytest.mark.ray
 @pytest.mark.clusters
-@pytest.mark.parametrize("how", ["RAY_TMPDIR", "--temp-dir"])
+@pytest.mark.parametrize("how", ["--temp-dir", pytest.param("RAY_TMPDIR", marks=pytest.mark.long)])
 def test_a_cluster_with_a_folder_of_its_own_is_used_and_no_second_ray_is_started(
     how: str, tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:
