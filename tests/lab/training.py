@@ -84,7 +84,7 @@ def undisturbed(steps: int) -> str:
     return _fingerprints.setdefault(steps, str(found.fingerprint))
 
 
-_AT_ONCE = 400
+_AT_ONCE = 100
 """Steps that an undisturbed run does at least when its numbers are wanted."""
 _IN_ANY_RUN = frozenset({"generation", "workers", "seconds", "remarks"})
 """Fields of a step's entry that depend on the run, and not on what was computed."""

@@ -102,8 +102,21 @@ class JobServer:
         return [pid for pid in found if pid != os.getpid()]
 
     def submit(self, folder: Path, *command: object) -> str:
-        """Submit a command with a working directory; returns the job's id."""
-        return self.client.submit_job(entrypoint=" ".join(map(str, command)), runtime_env={"working_dir": str(folder)})
+        """Submit a command with a working directory, once the cluster's agent takes jobs; returns the job's id."""
+        submitted: list[str] = []
+
+        def takes_it() -> bool:
+            entrypoint, environment = " ".join(map(str, command)), {"working_dir": str(folder)}
+            try:
+                submitted.append(self.client.submit_job(entrypoint=entrypoint, runtime_env=environment))
+            except RuntimeError as error:
+                if "No available agent" not in str(error):
+                    raise
+                return False
+            return True
+
+        wait_until(takes_it, "an agent that takes jobs", _START_S)
+        return submitted[0]
 
     def wait(self, job: str, timeout_s: float = 180.0) -> tuple[JobStatus, str]:
         """The job's final status, and its output."""
