@@ -46,7 +46,7 @@ SHELL := /bin/sh
 # The tests start hundreds of processes: each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-ray test-clusters test-long compat mutants mutants-device test-gpu cuda-names test-s3 check timed-lint lint docs bench bench-quick bench-full peers lock clean
+.PHONY: help install demo test test-ray test-clusters test-long compat mutants mutants-device test-gpu cuda-names test-s3 check lint-then-s3 lint docs bench bench-quick bench-full peers lock clean
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -158,8 +158,9 @@ check: lint $(S3FS)
 	@$(BIN)/python -m pytest $(SIDE_BY_SIDE) -m "$(QUICK)" $(PYTEST_ARGS)
 
 # In `.ci/run`, beside tests that mostly wait.
-timed-lint: $(DEV)
+lint-then-s3: $(DEV) $(S3FS)
 	@$(call timed,lint) $(MAKE) --no-print-directory lint
+	@$(MAKE) --no-print-directory test-s3
 
 lint: $(DEV)
 	$(BIN)/ruff format --check .
