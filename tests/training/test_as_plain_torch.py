@@ -288,7 +288,8 @@ class Replicated(Scalars):
         return "replicate" if name == "layers.0" else None
 
 
-@pytest.mark.parametrize("world_size", tried_each_time([2], [2, 3]))
+@pytest.mark.long
+@pytest.mark.parametrize("world_size", [2, 3])
 def test_a_unit_may_be_replicated_beside_scalars(world_size: int) -> None:
     assert trained(world_size, Replicated).bits == reference(Scalars).bits
 

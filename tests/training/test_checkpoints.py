@@ -160,7 +160,7 @@ def test_checkpoints_that_fail_disturb_nothing_and_the_last_one_is_written_again
         (tmp_path / f"fail{step}").touch()
     job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=6, save_every=1)
     listener = Listening()
-    state = make_driver(job, make_limits(job, 2, last_save_backoff_s=0.1), listener).run()
+    state = make_driver(job, make_limits(job, 1, last_save_backoff_s=0.1), listener).run()
     failed = {fields["step"] for fields in listener.of("checkpoint_failed")}
     assert 6 in failed
     assert all("no space left" in fields["error"] for fields in listener.of("checkpoint_failed"))
@@ -283,7 +283,7 @@ def test_workers_read_only_the_manifest_that_the_driver_verified(tmp_path: Path)
     url = write_run(tmp_path, steps=2, save_every=1, workers=1, key=key)
     newest = newest_complete(open_storage(url), key=key).checkpoint
     assert newest is not None
-    state, _ = resume(url, 2, steps=4, key=key)
+    state, _ = resume(url, 1, steps=4, key=key)
     assert state.source == FromCheckpoint(step=2, prefix=newest.prefix, digest=newest.digest)
     assert fingerprint(state) == undisturbed(4).fingerprint
 

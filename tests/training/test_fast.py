@@ -21,6 +21,7 @@ from tests.cases import tried_each_time
 from tests.training.harness import (
     VOCABULARY,
     Collector,
+    GptTask,
     Outcome,
     SmallTask,
     grouped,
@@ -204,7 +205,7 @@ class WithMuon(SmallTask):
         return torch.optim.Muon(model.parameters(), lr=1e-2)
 
 
-class WithAdafactor(SmallTask):
+class WithAdafactor(GptTask):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
