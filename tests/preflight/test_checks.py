@@ -177,6 +177,7 @@ def assert_each_is_found(tmp_path: Path) -> None:
     assert "lr 0.01" in killed.found
 
 
+@pytest.mark.long
 def test_data_that_the_clock_makes_are_refused_in_the_engines_words(tmp_path: Path, forks: list[int]) -> None:
     trainer = tasks.trainer_of(SmallTask(), str(tmp_path / "runs"), data=tasks.Clock())
     report = trainer.check(steps=2)
@@ -191,6 +192,7 @@ def test_where_the_task_raises_is_shown_once_and_nothing_of_ours(tmp_path: Path,
     result = invoke("check", "tests.preflight.tasks:raising", tmp_path / "runs")
     assert result.exit_code == 1
     assert "refused    1 worker (" in result.stdout
+    assert result.stdout.count("'1 worker' was refused") == 2
     assert "Raises.loss in step 1, microbatch 0 raised LookupError: no such target" in result.stdout
     assert result.stderr.count("Traceback") == result.stderr.count("LookupError: no such target") == 1
     assert "raysharded/" not in result.stderr

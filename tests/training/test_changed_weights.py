@@ -198,14 +198,20 @@ def test_changed_weights_give_the_same_microbatches_after_a_loss_when_resumed_an
     assert decided(forked, "mixture_weights") == []  # the checkpoint has it
 
 
+def test_documents_of_the_same_number_and_lengths_are_other_contents(tmp_path: Path, stores: Path) -> None:
+    others = written(tmp_path / "others", first_token=7)
+    assert len(mixture(others)) == len(mixture(stores))
+    assert mixture(others).order_text == mixture(stores).order_text
+    assert mixture(others).contents_digest != mixture(stores).contents_digest
+
+
+@pytest.mark.long
 def test_a_run_keeps_its_packing_plans_and_is_refused_with_others_of_the_same_length(
     tmp_path: Path, stores: Path, plain: tuple[str | None, Collector]
 ) -> None:
     url = tmp_path / "run"
     run(url, stores, 1, 1)
     others = written(tmp_path / "others", first_token=7)
-    assert len(mixture(others)) == len(mixture(stores))
-    assert mixture(others).order_text == mixture(stores).order_text
     with pytest.raises(ConfigError, match="of the same length with other contents than the run began with"):
         run(url, others, 2, 1)
     assert run(url, stores, PLAIN_STEPS, 1)[0] == plain[0]

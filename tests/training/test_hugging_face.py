@@ -70,7 +70,7 @@ TEXTS = [np.random.default_rng(index).integers(0, VOCABULARY, 9) for index in ra
 
 @pytest.fixture(scope="module", autouse=True)
 def _server_with_transformers() -> Iterator[None]:
-    with server_with("tests.corpus.preloaded", "datasets"):
+    with server_with("tests.corpus.preloaded"):
         yield
 
 
@@ -142,6 +142,7 @@ class RowTask(GptTask):
         return torch.tensor(np.stack([one["tokens"] if isinstance(one, dict) else one for one in samples]))
 
 
+@pytest.mark.long
 def test_an_iterable_dataset_of_hugging_face_trains_the_bits_of_its_rows_when_a_worker_is_killed(
     tmp_path: Path,
 ) -> None:
