@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import signal
 import time
 from typing import Any, ClassVar
@@ -16,7 +17,7 @@ from torch.distributed import distributed_c10d
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from tests.session.loops import Average, optimizer_of
-from tests.training.harness import Gpt, GptTask, Tokens, samples
+from tests.training.harness import GptTask, Small, SmallTask, Tokens, samples
 
 NAMES = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
 
@@ -40,7 +41,7 @@ def trainer_of_loop(function: Any, storage: str) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
         train_fn=function,
         data=samples(),
-        batch=rs.BatchConfig(global_batch_size=32, microbatch_size=2, seed=5),
+        batch=rs.BatchConfig(global_batch_size=12, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=(1, 6)),
         run=rs.RunConfig(name="whole", storage_path=storage, max_steps=1000),
     )
@@ -50,10 +51,10 @@ class Counted:
     """A loop that wants all steps of its program, as a framework's, and counts them itself."""
 
     def __call__(self, session: Session) -> None:
-        if (session.max_steps, session.batch.num_microbatches) != (1000, 16):
+        if (session.max_steps, session.batch.num_microbatches) != (1000, 6):
             raise ValueError(f"{session.max_steps} steps of {session.batch.num_microbatches} microbatches")
-        task, average = GptTask(), Average()
-        model = session.build(Gpt)
+        task, average = SmallTask(), Average()
+        model = session.build(Small)
         optimizer = optimizer_of(model)
         session.shard(model, optimizer, average=average)
         while average.count < session.max_steps:
@@ -66,7 +67,7 @@ class Rescaled:
     """A loop with another loss at every number of workers."""
 
     def __call__(self, session: Session) -> None:
-        model = session.build(Gpt)
+        model = session.build(Small)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         session.shard(model, optimizer)
         for step in session.steps():
@@ -86,19 +87,21 @@ class Loud(GptTask):
         return super().build_model()
 
 
-class OfASet(Gpt):
+class OfASet(Small):
     """Its parameters are in the order of a set."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.more = nn.ModuleDict({name: nn.Linear(1, 1) for name in set(NAMES)})
+        names = list(set(NAMES))
+        random.Random(os.environ.get("PYTHONHASHSEED", "")).shuffle(names)  # forks of one server share the set's order
+        self.more = nn.ModuleDict({name: nn.Linear(1, 1) for name in names})
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = super().forward(tokens) + sum(module(torch.ones(1)) for module in self.more.values())
         return logits
 
 
-class Broken(GptTask):
+class Broken(SmallTask):
     """Another order of parameters in every process, another loss at every number of workers, and another optimizer in a
     worker that joins."""
 
@@ -132,14 +135,14 @@ class Clock(Tokens):
         return sample
 
 
-class Raises(GptTask):
+class Raises(SmallTask):
     """Its loss raises."""
 
     def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss | torch.Tensor:
         raise LookupError("no such target")
 
 
-class Interrupts(GptTask):
+class Interrupts(SmallTask):
     """Does what Ctrl-C does to a process, in the first step."""
 
     def __init__(self, pid: int) -> None:
@@ -152,7 +155,7 @@ class Interrupts(GptTask):
         return super().loss(model, batch)
 
 
-class Sleeps(GptTask):
+class Sleeps(SmallTask):
     """Never has a model."""
 
     def build_model(self) -> nn.Module:

@@ -43,7 +43,8 @@ def audited_alone() -> rs.EngineConfig:
 SIZES = list(product(("sharded", "local"), (1, 2, 3, 5)))
 
 
-@pytest.mark.parametrize(("accumulation", "workers"), tried_each_time([("sharded", 2)], SIZES))
+@pytest.mark.long
+@pytest.mark.parametrize(("accumulation", "workers"), SIZES)
 def test_an_audit_that_finds_nothing_changes_no_bit(workers: int, accumulation: Any) -> None:
     outcome = train(workers, task=SmallTask(), steps=STEPS, microbatches=4, engine=audited(accumulation=accumulation))
     assert outcome.bits == undisturbed().bits
@@ -55,7 +56,8 @@ def test_audits_and_losses_together_change_no_bit() -> None:
     kills = [(1, 2, "backward"), (2, 3, "agree")]
     outcome = train(3, task=SmallTask(), steps=STEPS, microbatches=4, engine=audited(1), kills=kills)
     assert outcome.bits == undisturbed().bits
-    assert {fields["step"] for fields in outcome.of("audit")} == set(range(1, STEPS + 1))
+    assert {(fields["step"], fields["ok"]) for fields in outcome.of("audit")} == {(n + 1, True) for n in range(STEPS)}
+    assert not outcome.of("corruption")
 
 
 def with_corruption(
@@ -93,7 +95,7 @@ def corrupt(worker: int, step: int, *, every: bool = False) -> Fault:
     return Fault(worker=WorkerId(worker), step=step, phase="backward", kind="corrupt", every=every)
 
 
-@pytest.mark.parametrize(("accumulation", "workers"), tried_each_time([("sharded", 1), ("local", 2)], SIZES))
+@pytest.mark.parametrize(("accumulation", "workers"), tried_each_time([("local", 2)], SIZES))
 def test_a_worker_that_computes_wrong_numbers_once_is_found_removed_and_changes_no_bit(
     workers: int, accumulation: Any
 ) -> None:
@@ -154,7 +156,7 @@ class FlipsMemory(FaultPlan):
 @pytest.mark.parametrize("medium", ["snapshot", "mirror"])
 def test_a_copy_of_the_state_that_is_not_what_is_on_the_device_is_found_and_its_holder_removed(medium: str) -> None:
     fault = Fault(worker=WorkerId(1), step=4, phase="backward", message=medium)
-    outcome = with_corruption(3, fault, plans=FlipsMemory)
+    outcome = with_corruption(2, fault, plans=FlipsMemory)
     (corruption,) = outcome.of("corruption")
     assert (corruption["step"], corruption["what"], corruption["culprits"]) == (4, "state", [1])
     assert outcome.bits == undisturbed().bits

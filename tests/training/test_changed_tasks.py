@@ -282,12 +282,10 @@ CASES: dict[str, tuple[Variant, Variant, str, str]] = {
 }
 IN_KIND = [
     "frozen",
-    "thawed",
     "other groups",
     "AdamW, then SGD with momentum",
     "AdamW, then Lion",
     "with amsgrad, then without, and a layer that is used later",
-    "momentum, then none",
 ]
 """Cases that differ in kind."""
 MORE = Variant(more=True)
@@ -328,9 +326,12 @@ def test_a_run_is_resumed_with_another_task_as_in_plain_torch(tmp_path: Path, na
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("workers", tried_each_time([3], [1, 3]))
+@pytest.mark.parametrize("workers", tried_each_time([2], [1, 2, 3]))
 def test_the_journal_has_what_differs_with_the_next_step_and_once(tmp_path: Path, workers: int) -> None:
-    entries = resumed(f"{tmp_path}/run", Variant(frozen=True), MORE, tmp_path / "log", workers=workers).entries
+    before = Variant(frozen=True)
+    listener = resumed(f"{tmp_path}/run", before, MORE, tmp_path / "log", workers=workers)
+    entries, losses = listener.entries, [listener.numbers[step]["loss"] for step in range(1, STEPS + 1)]
+    assert losses == pytest.approx(in_plain_torch(before, MORE), rel=1e-5)
     found = [(fields["step"], text) for kind, fields in entries if kind == "step" for text in fields.get("remarks", ())]
     assert [step for step, _ in found] == [LAST_BEFORE + 1] * 2
     assert [text for _, text in found] == [line.partition("] ")[2] or line for line in remarks(tmp_path / "log")]
@@ -340,7 +341,7 @@ def test_the_journal_has_what_differs_with_the_next_step_and_once(tmp_path: Path
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("name", tried_each_time(["frozen", "AdamW, then SGD with momentum"], CASES))
+@pytest.mark.parametrize("name", tried_each_time(["AdamW, then SGD with momentum"], CASES))
 def test_a_task_that_is_another_after_a_kill_trains_as_one_that_is_resumed(tmp_path: Path, name: str) -> None:
     before, after, _, said = CASES[name]
     log = tmp_path / "log"
@@ -350,7 +351,7 @@ def test_a_task_that_is_another_after_a_kill_trains_as_one_that_is_resumed(tmp_p
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("name", tried_each_time(["another dtype", "momentum, then AdamW"], REFUSED))
+@pytest.mark.parametrize("name", tried_each_time(["momentum, then AdamW"], REFUSED))
 def test_what_cannot_be_continued_is_refused_by_the_first_parameter(tmp_path: Path, name: str) -> None:
     before, after, message = REFUSED[name]
     with pytest.raises(CheckpointError, match=message):
@@ -365,8 +366,9 @@ def test_it_is_refused_after_a_kill_too(tmp_path: Path, name: str) -> None:
         killed(tmp_path, before, after, tmp_path / "log")
 
 
+@pytest.mark.long
 @pytest.mark.procs
-@pytest.mark.parametrize("workers", tried_each_time([1], [1, 3]))
+@pytest.mark.parametrize("workers", [1, 3])
 def test_parameters_that_a_checkpoint_does_not_have_begin_as_in_a_new_run(tmp_path: Path, workers: int) -> None:
     log = tmp_path / "log"
     losses = begun_and_resumed(f"{tmp_path}/run", Variant(), MORE, log, workers=workers)

@@ -40,6 +40,7 @@ MICROBATCHES, SEQ_LEN = 7, 16
 BATCH = 2 * MICROBATCHES
 NAMES = ("web", "books", "code")
 PLANNED = [(0, {"web": 7.0, "books": 2.0, "code": 1.0}), (9 * BATCH + 5, {"web": 1.0, "books": 1.0})]
+PLAIN_STEPS = 7
 BY_HAND = {"books": 1.0, "code": 3.0}
 
 
@@ -133,6 +134,12 @@ def run(
     return fingerprint, listener
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory, stores: Path) -> tuple[str | None, Collector]:
+    """A run of one worker whose weights nobody changes."""
+    return run(tmp_path_factory.mktemp("plain") / "run", stores, PLAIN_STEPS, 1)
+
+
 def decided_before(url: Path, other: Path) -> None:
     """A journal that has the changes of weights and the skipped data of another run before the run begins, and its
     rules."""
@@ -147,25 +154,26 @@ def decided_before(url: Path, other: Path) -> None:
 
 
 def test_changed_weights_give_the_same_microbatches_after_a_loss_when_resumed_and_in_a_fork(
-    tmp_path: Path, stores: Path
+    tmp_path: Path, stores: Path, plain: tuple[str | None, Collector]
 ) -> None:
     url, steps = tmp_path / "run", 9
     told = tmp_path / "run tells"
     listener = Listening(at_step(2), lambda driver: driver.set_mixture_weights(BY_HAND), before=held(told, 4))
     kill = Fault(worker=WorkerId(1), step=7, phase="backward")
-    fingerprint, _ = run(url, stores, steps, 2, hold=[4], listener=listener, faults=[kill])
+    run(url, stores, steps, 2, hold=[4], listener=listener, faults=[kill])
     (decision,) = decided(url, "mixture_weights")
     first = decision["from_step"]
     assert 4 <= first <= 7
     assert decision["from_position"] == (first - 1) * BATCH
     assert load(str(url)).ok
 
-    alone, plain = tmp_path / "alone", tmp_path / "plain"
+    alone = tmp_path / "alone"
     decided_before(alone, url)
-    found, _ = run(alone, stores, steps, 1)
-    assert digests(told) == digests(tmp_path / "alone tells")
-    assert found == fingerprint
-    assert run(plain, stores, steps, 1)[0] != fingerprint
+    later, undisturbed = run(alone, stores, steps + 2, 1)
+    assert {step: numbers for step, numbers in undisturbed.numbers.items() if step <= steps} == listener.numbers
+    assert digests(told) < digests(tmp_path / "alone tells")
+    assert len(digests(told)) == steps * MICROBATCHES
+    assert plain[1].numbers[first]["loss"] != listener.numbers[first]["loss"]
     by_hand = mixture(stores).with_changes([(decision["from_position"], BY_HAND)])
     samples = [by_hand.origin(position)[0] for position in range(decision["from_position"], 9 * BATCH)]
     assert "web" not in samples
@@ -177,31 +185,37 @@ def test_changed_weights_give_the_same_microbatches_after_a_loss_when_resumed_an
     assert told_there.exit_code == 0
     assert f"{steps * BATCH} samples in {steps} steps: 0 missing, 0 repeated" in told_there.stdout
 
-    later, _ = run(alone, stores, steps + 2, 1)
     refs = [ref for ref in list_checkpoints(open_storage(str(url))) if ref.complete]
     before, forked = tmp_path / "before", tmp_path / "forked"
     shutil.copytree(url, before)
     for ref in [ref for ref in refs if ref.step >= first]:
         shutil.rmtree(before / ref.prefix)
-    fork(open_storage(str(url)), next(ref for ref in refs if ref.step >= first), open_storage(str(forked)))
-    for copy, workers in ((before, 2), (forked, 1)):
-        assert run(copy, stores, steps + 2, workers)[0] == later
+    assert refs[-1].step == steps
+    fork(open_storage(str(url)), refs[-1], open_storage(str(forked)))
+    for copy in (before, forked):
+        assert run(copy, stores, steps + 2, 1)[0] == later
         assert digests(copy.with_name(f"{copy.name} tells")) <= digests(tmp_path / "alone tells")
     assert decided(forked, "mixture_weights") == []  # the checkpoint has it
 
 
+def test_documents_of_the_same_number_and_lengths_are_other_contents(tmp_path: Path, stores: Path) -> None:
+    others = written(tmp_path / "others", first_token=7)
+    assert len(mixture(others)) == len(mixture(stores))
+    assert mixture(others).order_text == mixture(stores).order_text
+    assert mixture(others).contents_digest != mixture(stores).contents_digest
+
+
+@pytest.mark.long
 def test_a_run_keeps_its_packing_plans_and_is_refused_with_others_of_the_same_length(
-    tmp_path: Path, stores: Path
+    tmp_path: Path, stores: Path, plain: tuple[str | None, Collector]
 ) -> None:
     url = tmp_path / "run"
     run(url, stores, 1, 1)
     others = written(tmp_path / "others", first_token=7)
-    assert len(mixture(others)) == len(mixture(stores))
-    assert mixture(others).order_text == mixture(stores).order_text
     with pytest.raises(ConfigError, match="of the same length with other contents than the run began with"):
         run(url, others, 2, 1)
-    assert run(url, stores, 2, 1)[0] == run(tmp_path / "whole", stores, 2, 1)[0]
-    (entry,) = decided(tmp_path / "whole", "data")
+    assert run(url, stores, PLAIN_STEPS, 1)[0] == plain[0]
+    (entry,) = [fields for kind, fields in plain[1].entries if kind == "data"]
     assert entry["data_contents"] == mixture(stores).contents_digest
 
 
@@ -240,6 +254,7 @@ class Both(Listening):
             one(kind, fields)
 
 
+@pytest.mark.long
 def test_changed_weights_hold_after_going_back_with_skipped_data_and_across_limits_of_sources(
     tmp_path: Path, stores: Path
 ) -> None:

@@ -92,6 +92,22 @@ class Storing(Slow):
         return write_shard(storage, prefix, writer=writer, **arguments)
 
 
+class Saved(SmallTask):
+    """Applies no step before the checkpoint of the one before is complete: while one is written, none is made."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+
+    def lr_scale(self, step: int) -> float:
+        wait_until(lambda: step == 1 or step - 1 in complete(self._url), "the checkpoint is not complete", WAIT_S)
+        return super().lr_scale(step)
+
+
+def complete(url: str) -> list[int]:
+    """The steps of the complete checkpoints."""
+    return [ref.step for ref in list_checkpoints(open_storage(url)) if ref.complete]
+
+
 class Listening(Collector):
     """Sets an event when an entry has come; calls `act` then, once, in the driver's thread, before the next step."""
 
@@ -122,7 +138,7 @@ def fingerprint(state: State) -> str | None:
 
 def test_while_storage_is_slow_checkpoints_are_left_out_and_training_continues(tmp_path: Path) -> None:
     (tmp_path / "wait").touch()
-    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=5, save_every=1)
+    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=6, save_every=1)
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 3)
 
     def let_go() -> None:
@@ -130,13 +146,13 @@ def test_while_storage_is_slow_checkpoints_are_left_out_and_training_continues(t
         (tmp_path / "go").touch()
 
     threading.Thread(target=let_go).start()
-    state = make_driver(job, make_limits(job, 2), listener).run()
+    state = make_driver(job, make_limits(job, 1), listener).run()
     late = [fields["step"] for fields in listener.of("checkpoint_late")]
     assert late[:2] == [2, 3]
     assert all(fields["writing"] == 1 and fields["since_s"] > 0 for fields in listener.of("checkpoint_late")[:2])
     written = [fields["step"] for fields in listener.of("checkpoint")]
-    assert (written[0], written[-1]) == (1, 5)
-    assert fingerprint(state) == undisturbed(5).fingerprint
+    assert (written[0], written[-1]) == (1, 6)
+    assert fingerprint(state) == undisturbed(6).fingerprint
 
 
 def test_checkpoints_that_fail_disturb_nothing_and_the_last_one_is_written_again(tmp_path: Path) -> None:
@@ -144,7 +160,7 @@ def test_checkpoints_that_fail_disturb_nothing_and_the_last_one_is_written_again
         (tmp_path / f"fail{step}").touch()
     job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=6, save_every=1)
     listener = Listening()
-    state = make_driver(job, make_limits(job, 2, last_save_backoff_s=0.1), listener).run()
+    state = make_driver(job, make_limits(job, 1, last_save_backoff_s=0.1), listener).run()
     failed = {fields["step"] for fields in listener.of("checkpoint_failed")}
     assert 6 in failed
     assert all("no space left" in fields["error"] for fields in listener.of("checkpoint_failed"))
@@ -156,7 +172,8 @@ def test_checkpoints_that_fail_disturb_nothing_and_the_last_one_is_written_again
 
 def write_run(tmp_path: Path, *, steps: int, save_every: int, workers: int = 2, key: SigningKey | None = None) -> str:
     """A finished run with several checkpoints; its URL."""
-    job = small_job(f"{tmp_path}/engine", task=Slow(), steps=steps, save_every=save_every)
+    url = f"{tmp_path}/engine"
+    job = small_job(url, task=Saved(url), steps=steps, save_every=save_every)
     make_driver(job, make_limits(job, workers), Listening(), keep=Keep(last=9), key=key).run()
     return job.run_url
 
@@ -240,29 +257,16 @@ def lose_on_disk(step: int) -> None:
     patches.replace(local_files, "_read_fully", failing)
 
 
-@pytest.fixture(scope="module")
-def of_two(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of two workers, with several checkpoints of three steps."""
-    return Path(write_run(tmp_path_factory.mktemp("of two"), steps=3, save_every=1))
-
-
-@pytest.mark.parametrize("kind", ["a flipped bit", "lost by the disk"])
-def test_damage_that_one_worker_finds_sends_all_to_the_checkpoint_before(
-    tmp_path: Path, of_two: Path, kind: str
-) -> None:
-    url = str(shutil.copytree(of_two, tmp_path / "run"))
-    refs = [ref.step for ref in list_checkpoints(open_storage(url)) if ref.complete]
-    assert refs[-1] == 3
-    prepare: dict[WorkerId, Callable[[], None]] = {}
-    if kind == "a flipped bit":
-        damage(url, 3)
-    else:
-        prepare[WorkerId(1)] = partial(lose_on_disk, 3)
-    state, listener = resume(url, 2, steps=4, prepare=prepare)
-    (skipped,) = listener.of("checkpoint_skipped")
-    assert skipped["step"] == 3
-    assert ".safetensors" in skipped["reason"]
-    assert listener.of("generation")[-1]["step"] == refs[-2]
+def test_damage_that_one_worker_finds_sends_all_to_the_checkpoint_before(tmp_path: Path) -> None:
+    """A flipped bit in the newest checkpoint, and in the one before a file that a worker's disk has lost."""
+    url = write_run(tmp_path, steps=3, save_every=1)
+    assert complete(url) == [1, 2, 3]
+    damage(url, 3)
+    state, listener = resume(url, 2, steps=4, prepare={WorkerId(1): partial(lose_on_disk, 2)})
+    skipped = listener.of("checkpoint_skipped")
+    assert [fields["step"] for fields in skipped] == [3, 2]
+    assert all(".safetensors" in fields["reason"] for fields in skipped)
+    assert listener.of("generation")[-1]["step"] == 1
     assert fingerprint(state) == undisturbed(4).fingerprint
 
 
@@ -279,9 +283,9 @@ def test_workers_read_only_the_manifest_that_the_driver_verified(tmp_path: Path)
     url = write_run(tmp_path, steps=2, save_every=1, workers=1, key=key)
     newest = newest_complete(open_storage(url), key=key).checkpoint
     assert newest is not None
-    state, _ = resume(url, 2, steps=3, key=key)
+    state, _ = resume(url, 1, steps=4, key=key)
     assert state.source == FromCheckpoint(step=2, prefix=newest.prefix, digest=newest.digest)
-    assert fingerprint(state) == undisturbed(3).fingerprint
+    assert fingerprint(state) == undisturbed(4).fingerprint
 
 
 def acting(
@@ -294,47 +298,50 @@ def acting(
     return driver.run(), listener
 
 
+@pytest.mark.long
 def test_a_checkpoint_that_is_requested_is_of_the_next_step_and_changes_no_bit(tmp_path: Path) -> None:
-    job, drivers, asked = small_job(f"{tmp_path}/run", task=Slow(), steps=6), [], []
-
-    def ask(driver: Driver) -> None:
-        drivers.append(driver)
-        asked.append(driver.checkpoint())
-
-    state, _ = acting(job, 2, 2, ask)
+    job, asked = small_job(f"{tmp_path}/run", task=Slow(), steps=6), []
+    state, _ = acting(job, 2, 2, lambda driver: asked.append(driver.checkpoint()))
     step, prefix = asked[0].result(0)
     assert 2 < step < 6
     assert prefix in {ref.prefix for ref in list_checkpoints(open_storage(job.run_url)) if ref.complete}
     assert fingerprint(state) == undisturbed(6).fingerprint
-    with pytest.raises(RunFailed, match="ended before the checkpoint was committed"):
-        drivers[0].checkpoint()
 
 
 def test_a_checkpoint_that_is_requested_and_fails_is_answered_with_the_reason(tmp_path: Path) -> None:
     for step in range(1, 6):
         (tmp_path / f"fail{step}").touch()
-    job, asked = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=6), []
-    state, _ = acting(job, 1, 2, lambda driver: asked.append(driver.checkpoint()))
+    job, drivers, asked = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=6), [], []
+
+    def ask(driver: Driver) -> None:
+        drivers.append(driver)
+        asked.append(driver.checkpoint())
+
+    state, _ = acting(job, 1, 2, ask)
     with pytest.raises(CheckpointError, match="no space left on device"):
         asked[0].result(0)
     assert fingerprint(state) == undisturbed(6).fingerprint
+    with pytest.raises(RunFailed, match="ended before the checkpoint was committed"):
+        drivers[0].checkpoint()
 
 
+@pytest.mark.long
 def test_a_run_that_stops_with_a_checkpoint_is_resumed_from_the_step_it_stopped_after(tmp_path: Path) -> None:
-    job = small_job(f"{tmp_path}/run", task=Slow(), steps=7)
-    stopped, _ = acting(job, 2, 3, lambda driver: driver.stop(checkpoint_within_s=WAIT_S))
+    job = small_job(f"{tmp_path}/run", task=Slow(), steps=6)
+    stopped, _ = acting(job, 2, 2, lambda driver: driver.stop(checkpoint_within_s=WAIT_S))
     assert stopped.result_fingerprint is None
     assert stopped.checkpoint is not None
-    assert stopped.checkpoint.step > 3
-    state, listener = resume(job.run_url, 1, steps=7)
+    assert stopped.checkpoint.step > 2
+    state, listener = resume(job.run_url, 1, steps=6)
     assert listener.of("generation")[0]["step"] == stopped.checkpoint.step
-    assert fingerprint(state) == undisturbed(7).fingerprint
+    assert fingerprint(state) == undisturbed(6).fingerprint
 
 
 def tell_to_leave(driver: Driver, rank: int) -> None:
     os.kill(driver.state.facts[driver.state.members[rank]].pid, signal.SIGTERM)
 
 
+@pytest.mark.long
 def test_without_mirrors_a_worker_that_is_requested_to_leave_leaves_after_a_checkpoint_and_the_others_continue(
     tmp_path: Path,
 ) -> None:
@@ -358,7 +365,7 @@ def test_a_worker_that_is_requested_to_leave_stays_for_another_checkpoint_when_t
         if kind == "worker_lost":
             lost.set()
 
-    driver = make_driver(job, make_limits(job, 3, min_workers=2), listen, keep=Keep(last=9))
+    driver = make_driver(job, make_limits(job, 2, min_workers=1), listen, keep=Keep(last=9))
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(driver.run)
         assert listener.reached.wait(WAIT_S)
@@ -448,7 +455,7 @@ def test_a_worker_that_is_requested_to_leave_does_not_stay_longer_than_its_grace
     (tmp_path / "wait").touch()
     job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=6, grace_s=0.5, engine=NO_MIRRORS)
     listener = Listening(lambda kind, fields: kind == "step" and fields["step"] == 2)
-    driver = make_driver(job, make_limits(job, 3, min_workers=2, max_worker_losses=0), listener)
+    driver = make_driver(job, make_limits(job, 2, min_workers=1, max_worker_losses=0), listener)
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(driver.run)
         assert listener.reached.wait(WAIT_S)
@@ -483,7 +490,7 @@ class StopsAtClaim:
 def test_a_driver_that_sleeps_through_a_takeover_commits_nothing_and_ends(tmp_path: Path) -> None:
     job = small_job(f"{tmp_path}/run", steps=4, save_every=2)
     storage = StopsAtClaim(open_storage(job.run_url))
-    sleeper = make_driver(job, make_limits(job, 2), Listening(), storage=storage)  # type: ignore[arg-type]  # has all methods
+    sleeper = make_driver(job, make_limits(job, 1), Listening(), storage=storage)  # type: ignore[arg-type]  # has all methods
     with ThreadPoolExecutor(1) as pool:
         sleeping = pool.submit(sleeper.run)
         assert storage.reached.wait(WAIT_S)
@@ -521,6 +528,6 @@ def save_after_the_loss_of_a_worker() -> None:
 def test_a_step_whose_save_a_loss_prevents_is_reported_and_not_computed_again() -> None:
     kills, steps = [(1, 2, "save")], 4
     settings: dict[str, Any] = {"task": SmallTask(), "microbatches": MICROBATCHES, "steps": steps, "save_every": 2}
-    lost = train(3, kills=kills, prepare=save_after_the_loss_of_a_worker, **settings)
+    lost = train(2, kills=kills, prepare=save_after_the_loss_of_a_worker, **settings)
     assert lost.bits == undisturbed(steps).bits
     assert lost.of("generation")[1]["step"] == 2

@@ -180,13 +180,6 @@ def test_more_shapes_than_the_limit_end_the_run_with_a_checkpoint_and_a_higher_o
     assert drive(4) == train(1, prepare=prepare, steps=5, **SETTINGS).fingerprint
 
 
-def test_each_length_of_code_that_the_program_compiles_is_compiled_by_itself(tmp_path: Path) -> None:
-    train(1, task=CompiledByHand(tmp_path / "made"), microbatches=4, steps=2)
-    made = (tmp_path / "made").read_text().splitlines()
-    assert len(made) >= len(LENGTHS)
-    assert set(made) == {"one length"}
-
-
 class Scaled(CompiledByHand):
     """Its loss calls a compiled function with 34 numbers."""
 
@@ -198,7 +191,10 @@ class Scaled(CompiledByHand):
         return super().loss(model, batch)
 
 
-def test_more_variants_of_such_code_than_the_limit_end_the_run_by_name_with_a_checkpoint(tmp_path: Path) -> None:
+def test_each_length_of_code_that_the_program_compiles_is_compiled_by_itself_and_too_many_variants_end_the_run(
+    tmp_path: Path,
+) -> None:
+    """The end has a checkpoint, and its error names the code."""
     engine, url = rs.EngineConfig(max_compiled_shapes=1), str(tmp_path / "run")
     job = make_job(url, steps=6, microbatches=4, task=Scaled(tmp_path / "made"), engine=engine)
     driver = make_driver(job, make_limits(job, 1), Collector(), keep=Keep(last=9))
@@ -208,6 +204,9 @@ def test_more_variants_of_such_code_than_the_limit_end_the_run_by_name_with_a_ch
     ):
         driver.run()
     assert complete(url)
+    made = (tmp_path / "made").read_text().splitlines()
+    assert len(made) >= len(LENGTHS)
+    assert set(made) == {"one length"}
 
 
 @pytest.mark.long

@@ -130,7 +130,7 @@ class Seeded(Drawn):
 
 @pytest.mark.procs
 def test_what_a_constructor_draws_is_drawn_once_at_every_size_and_after_a_loss() -> None:
-    assert run(3, NetTask(Seeded), kills=[(1, 2, "backward")]).bits == alone().bits
+    assert run(2, NetTask(Seeded), kills=[(1, 2, "backward")]).bits == alone().bits
 
 
 @pytest.mark.procs
@@ -484,4 +484,4 @@ def test_a_run_from_before_what_was_drawn_was_kept_is_refused_where_it_draws_unl
     trained(url, NetTask(Seeded), 3, accept_arithmetic=True)
     (accepted,) = [entry for entry in read(open_storage(url)) if entry["kind"] == "arithmetic"]
     assert (accepted["from_step"], accepted["changes"]) == (3, {"build": ["1", "2"]})
-    trained(url, NetTask(Seeded), 4, workers=2)
+    trained(url, NetTask(Seeded), 4)

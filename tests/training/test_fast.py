@@ -30,7 +30,7 @@ from tests.training.harness import (
     make_limits,
     train,
 )
-from tests.training.test_first_step_proof import Paced
+from tests.training.test_first_step_proof import Pacing, until_ready
 from tests.training.test_non_finite import Diverging, first_sample_of
 
 pytestmark = pytest.mark.procs
@@ -65,10 +65,9 @@ def fast(
         for more, last in enumerate(steps):
             job = make_job(
                 f"{folder}/run",
-                task=task or SmallTask(),
+                task=task or (Pacing(f"{folder}/{paced_until.marker}") if paced_until else SmallTask()),
                 microbatches=microbatches,
                 steps=last,
-                data=Paced(f"{folder}/{paced_until.marker}") if paced_until else None,
                 engine=rs.EngineConfig(reduction="fast", **engine),
                 faults=plan if faults else None,
                 on_non_finite=on_non_finite,
@@ -113,33 +112,34 @@ def kill(worker: int, step: int, phase: str) -> Fault:
 
 
 KILLS = [
+    [(1, 2, "data"), (2, 3, "apply")],
     [(1, 2, "data"), (2, 3, "backward"), (3, 4, "apply")],
     [(3, 1, "form"), (1, 2, "forward"), (2, 3, "snapshot")],
     [(1, 2, "agree"), (3, 1, "transfer"), (2, 3, "save")],
 ]
-"""Kills of four workers, one after the other; never a worker with the one that keeps its mirror."""
+"""Kills of all workers but one, one after the other; never a worker with the one that keeps its mirror."""
 
 
 @pytest.mark.parametrize("kills", tried_each_time(KILLS[:1], KILLS))
 def test_losses_in_every_phase_leave_the_samples_as_they_are_and_the_state_comes_from_memory(
     kills: list[tuple[int, int, str]],
 ) -> None:
-    outcome = fast(4, *(kill(*one) for one in kills), save_every=3)
+    outcome = fast(len(kills) + 1, *(kill(*one) for one in kills), save_every=3)
     assert_near(outcome, exact())
     assert {fields["source"] for fields in outcome.of("generation") if fields["step"]} == {"memory"}
-    assert sorted(fields["worker"] for fields in outcome.of("worker_lost")) == [1, 2, 3]
+    assert sorted(fields["worker"] for fields in outcome.of("worker_lost")) == list(range(1, len(kills) + 1))
 
 
 MODES: list[tuple[int, dict[str, Any]]] = [
-    (3, {"accumulation": "local"}),
     (2, {"shards": 1}),
+    (3, {"accumulation": "local"}),
     (4, {"shards": 2, "reshard_after_forward": False}),
 ]
 
 
-@pytest.mark.parametrize(("workers", "settings"), tried_each_time(MODES[:2], MODES))
+@pytest.mark.parametrize(("workers", "settings"), tried_each_time(MODES[:1], MODES))
 def test_a_loss_with_local_accumulation_and_in_groups(workers: int, settings: dict[str, Any]) -> None:
-    assert_near(fast(workers, kill(1, 2, "backward"), steps=(3,), **settings), exact(steps=3))
+    assert_near(fast(workers, kill(1, 2, "backward"), **settings), exact())
 
 
 @pytest.mark.parametrize("kind", tried_each_time(["raise"], ["raise", "stuck"]))
@@ -165,8 +165,8 @@ def test_a_step_that_is_not_finite_is_left_out_though_a_worker_is_lost_in_it() -
 
 def test_a_joiner_takes_part_with_the_state_of_the_others() -> None:
     joins = Fault(worker=WorkerId(2), step=1, phase="data", kind="slow", seconds=0.001)
-    outcome = fast(2, kill(1, 2, "backward"), joins, paced_until=joins, microbatches=2, steps=(8,))
-    assert_near(outcome, exact(2, 8))
+    outcome = fast(2, kill(1, 2, "backward"), until_ready(2), joins, paced_until=joins, microbatches=2, steps=(7,))
+    assert_near(outcome, exact(2, 7))
     assert 2 in outcome.of("generation")[-1]["members"]
     assert {fields["source"] for fields in outcome.of("generation")[1:]} == {"memory"}
 
@@ -197,7 +197,7 @@ class Matrices(nn.Module):
         return logits
 
 
-class WithMuon(GptTask):
+class WithMuon(SmallTask):
     def build_model(self) -> nn.Module:
         return Matrices()
 
@@ -210,13 +210,15 @@ class WithAdafactor(GptTask):
         return torch.optim.Adafactor(model.parameters(), lr=1e-2)
 
 
-def test_muon_steps_on_whole_matrices_at_every_size_after_a_loss_and_when_it_is_resumed() -> None:
+@pytest.mark.parametrize("resumed", tried_each_time([False], [False, True]))
+def test_muon_steps_on_whole_matrices_at_every_size_after_a_loss_and_when_it_is_resumed(resumed: bool) -> None:
     alone = fast(1, task=WithMuon(), steps=(2,), microbatches=2)
-    assert_near(fast(2, kill(1, 2, "agree"), task=WithMuon(), steps=(1, 2), microbatches=2), alone)
+    steps = (1, 2) if resumed else (2,)
+    assert_near(fast(2, kill(1, 2, "agree"), task=WithMuon(), steps=steps, microbatches=2), alone)
 
 
 @pytest.mark.parametrize(
-    ("workers", "reduction"), tried_each_time([(2, "fast")], [(1, "fast"), (2, "fast"), (1, "exact")])
+    ("workers", "reduction"), tried_each_time([(1, "fast")], [(1, "fast"), (2, "fast"), (1, "exact")])
 )
 def test_adafactor_is_refused_in_every_mode_because_of_what_it_keeps(workers: int, reduction: Any) -> None:
     with pytest.raises(InexactError, match=r"Adafactor keeps 'row_var' .* in the shape \(\d+, 1\): .*Muon, too"):

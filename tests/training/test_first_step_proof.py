@@ -39,7 +39,7 @@ from tests.training.harness import (
 
 pytestmark = pytest.mark.procs
 SETTINGS: dict[str, Any] = {"task": SmallTask(), "microbatches": 3, "steps": 2}
-LONGER: dict[str, Any] = SETTINGS | {"steps": 8}
+LONGER: dict[str, Any] = SETTINGS | {"steps": 7}
 
 
 @cache
@@ -64,7 +64,7 @@ def proven(outcome: Outcome) -> list[int]:
 SIZES = [(1, "sharded"), (3, "sharded"), (2, "local"), (5, "local"), (2, "sharded")]
 
 
-@pytest.mark.parametrize(("workers", "accumulation"), tried_each_time(SIZES[1:3], SIZES))
+@pytest.mark.parametrize(("workers", "accumulation"), tried_each_time(SIZES[1:2], SIZES))
 def test_a_proof_changes_no_bit_and_comes_once_at_the_start(workers: int, accumulation: Any) -> None:
     outcome = train(workers, engine=rs.EngineConfig(accumulation=accumulation), **SETTINGS)
     assert outcome.bits == undisturbed().bits
@@ -77,30 +77,34 @@ def test_groups_with_different_numbers_of_rounds_prove_their_first_round_togethe
     assert proven(outcome) == [1]
 
 
-class Paced(Tokens):
-    """Reads ever more slowly until a fault has struck: so a joiner comes before the last step, on any machine."""
+class Pacing(SmallTask):
+    """Applies steps ever later until a fault has struck: so a joiner comes before the last step, on any machine."""
 
     def __init__(self, marker: str) -> None:
-        super().__init__()
-        self._marker, self._reads = marker, 0
+        self._marker = marker
 
-    def __getitem__(self, index: int) -> Any:
-        if not os.path.exists(self._marker):
-            self._reads += 1
-            time.sleep(min(1.0, 0.1 * self._reads))
-        return super().__getitem__(index)
+    def lr_scale(self, step: int) -> float:
+        if step > 2 and not os.path.exists(self._marker):
+            time.sleep(0.3 * step)
+        return super().lr_scale(step)
 
 
-def disturbed(workers: int, faults: tuple[Fault, ...], **engine: Any) -> Outcome:
-    """A run that may lose as many workers as there are faults; it is paced until the last of them has struck."""
+def until_ready(worker: int) -> Fault:
+    """Worker 0 waits in step 3 until this one has started."""
+    return Fault(worker=WorkerId(0), step=3, phase="data", kind="wait", until=WorkerId(worker))
+
+
+def disturbed(workers: int, kill: Fault, joins: Fault, **engine: Any) -> Outcome:
+    """A run of which one worker is lost, and is replaced by one that another fault strikes."""
     with tempfile.TemporaryDirectory() as folder:
-        plan = FaultPlan(faults=faults, folder=folder)
-        data = Paced(os.path.join(folder, faults[-1].marker))
-        job = make_job(f"{folder}/run", data=data, engine=rs.EngineConfig(**engine), faults=plan, **LONGER)
+        plan = FaultPlan(faults=(kill, until_ready(workers), joins), folder=folder)
+        task = Pacing(os.path.join(folder, joins.marker))
+        settings = LONGER | {"task": task, "engine": rs.EngineConfig(**engine), "faults": plan}
+        job = make_job(f"{folder}/run", **settings)
         listener = Collector()
-        limits = make_limits(job, workers, min_workers=1, max_worker_losses=len(faults), join_wait_s=60.0)
+        limits = make_limits(job, workers, min_workers=1, max_worker_losses=2, join_wait_s=60.0)
         state = make_driver(job, limits, listener).run()
-        assert all(plan.fired(fault) for fault in faults)
+        assert all(plan.fired(fault) for fault in plan.faults)
     return Outcome(
         numbers=tuple(listener.numbers[step] for step in range(1, LONGER["steps"] + 1)),
         fingerprint=state.result_fingerprint,
@@ -112,7 +116,7 @@ def disturbed(workers: int, faults: tuple[Fault, ...], **engine: Any) -> Outcome
 def test_after_a_loss_nothing_is_proven_again_and_a_joiner_proves_itself_once() -> None:
     kill = Fault(worker=WorkerId(1), step=2, phase="backward")
     joins = Fault(worker=WorkerId(3), step=1, phase="data", kind="slow", seconds=0.001)
-    outcome = disturbed(3, (kill, joins))
+    outcome = disturbed(3, kill, joins)
     assert outcome.bits == undisturbed_longer().bits
     first, after_loss, joined = outcome.of("generation")[:3]
     assert (first["members"], sorted(after_loss["members"])) == ([0, 1, 2], [0, 2])
@@ -216,7 +220,7 @@ NOT_REPEATING = [OwnGenerator, Counting, Momentum, MetricByMood, Augmented]
 @pytest.mark.parametrize(
     ("make", "workers"),
     tried_each_time(
-        [(OwnGenerator, 1), (MetricByMood, 3)], [(make, workers) for make in NOT_REPEATING for workers in (1, 3)]
+        [(OwnGenerator, 1), (MetricByMood, 2)], [(make, workers) for make in NOT_REPEATING for workers in (1, 2, 3)]
     ),
 )
 def test_a_program_that_does_not_compute_the_same_twice_ends_at_its_first_step(
@@ -263,7 +267,7 @@ def test_a_joiner_that_computes_wrong_numbers_is_removed_and_the_run_resumes_fro
     workers: int, accumulation: Any
 ) -> None:
     kill = Fault(worker=WorkerId(1), step=2, phase="agree")
-    outcome = disturbed(workers, (kill, corrupt(workers, 1, every=True)), accumulation=accumulation)
+    outcome = disturbed(workers, kill, corrupt(workers, 1, every=True), accumulation=accumulation)
     assert outcome.bits == undisturbed_longer().bits
     (failed,) = outcome.of("proof_failed")
     assert failed["culprits"] == [workers]

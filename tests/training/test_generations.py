@@ -95,7 +95,12 @@ def a_generation(task: rs.Task, store: RendezvousStore, prefix: str, *, beside: 
 
 @pytest.mark.parametrize(
     ("task", "beside", "taken"),
-    [(GptTask(), False, True), (GptTask(), True, True), (GptTask(), True, False), (LlamaTask(), False, True)],
+    [
+        pytest.param(GptTask(), False, True, marks=pytest.mark.long),
+        (GptTask(), True, True),
+        (GptTask(), True, False),
+        (LlamaTask(), False, True),
+    ],
     ids=["flat", "prepared", "prepared in vain", "parallel styles"],
 )
 def test_of_a_generation_that_is_over_no_thread_no_socket_and_no_mesh_is_left(

@@ -40,7 +40,7 @@ import raysharded as rs
 {shown}
 
 
-class Counted(FromFolder):
+class Counted(Generating):
     def build_model(self):
         model = super().build_model()
         where = "meta" if next(model.parameters()).is_meta else "whole"
@@ -70,7 +70,7 @@ TEXTS = [np.random.default_rng(index).integers(0, VOCABULARY, 9) for index in ra
 
 @pytest.fixture(scope="module", autouse=True)
 def _server_with_transformers() -> Iterator[None]:
-    with server_with("tests.corpus.preloaded", "datasets"):
+    with server_with("tests.corpus.preloaded"):
         yield
 
 
@@ -113,7 +113,12 @@ def trained(task: rs.Task, folder: Path, name: str, workers: int, *, evaluates: 
 def test_from_pretrained_begins_with_its_weights_at_every_size_as_an_import_does(
     tmp_path: Path, module: ModuleType, model: str
 ) -> None:
-    one, two = (trained(module.Counted(model), tmp_path, f"on-{workers}", workers) for workers in (1, 2))
+    """Evaluations sample the same texts at every size, and change nothing."""
+    one, two = (
+        trained(module.Counted(model), tmp_path, f"on-{workers}", workers, evaluates=True) for workers in (1, 2)
+    )
+    assert one.evaluation == two.evaluation
+    assert one.evaluation.keys() == {"loss", "as_in_the_data"}
     import_huggingface(place_of(model), place_of(str(tmp_path / "base")))
     given = trained(module.FromConfig(model), tmp_path, "imported", 1, start_from=str(tmp_path / "base"))
     drawn = trained(module.FromConfig(model), tmp_path, "drawn", 1)
@@ -123,15 +128,6 @@ def test_from_pretrained_begins_with_its_weights_at_every_size_as_an_import_does
         builds.setdefault(line.split()[0], []).append(line.split()[1])
     assert str(os.getpid()) not in builds
     assert list(builds.values()) == [["meta", "meta", "whole"]] * 3  # one worker, then two
-
-
-def test_an_evaluation_samples_the_same_text_at_every_size(tmp_path: Path, module: ModuleType, model: str) -> None:
-    one, two = (
-        trained(module.Generating(model), tmp_path, f"sampled-{workers}", workers, evaluates=True) for workers in (1, 2)
-    )
-    assert one.evaluation == two.evaluation
-    assert one.evaluation.keys() == {"loss", "as_in_the_data"}
-    assert one.fingerprint == two.fingerprint
 
 
 def test_a_text_that_ends_before_others_is_refused(tmp_path: Path, module: ModuleType, model: str) -> None:
@@ -146,6 +142,7 @@ class RowTask(GptTask):
         return torch.tensor(np.stack([one["tokens"] if isinstance(one, dict) else one for one in samples]))
 
 
+@pytest.mark.long
 def test_an_iterable_dataset_of_hugging_face_trains_the_bits_of_its_rows_when_a_worker_is_killed(
     tmp_path: Path,
 ) -> None:
