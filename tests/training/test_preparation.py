@@ -118,7 +118,7 @@ def undisturbed(*, draws: bool) -> Outcome:
 
 
 class Run(Collector):
-    """A run of three workers that are to form other groups after some of its steps."""
+    """A run of some workers that are to form other groups after some of its steps."""
 
     def __init__(
         self,
@@ -127,6 +127,7 @@ class Run(Collector):
         groups: dict[int, int | None],
         losses: int = 0,
         prepare: Callable[[], None] = wrap_slowly,
+        workers: int = 3,
     ) -> None:
         """`prepare`: called first in each worker's process."""
         Collector.__init__(self)
@@ -136,14 +137,14 @@ class Run(Collector):
             self.job,
             make_limits(
                 self.job,
-                3,
+                workers,
                 min_workers=1,
                 prepare_within_s=20.0,
                 max_worker_losses=losses,
                 grouping=None,
             ),
             self,
-            prepare={WorkerId(worker): prepare for worker in range(3 + losses)},
+            prepare={WorkerId(worker): prepare for worker in range(workers + losses)},
         )
         self.fingerprint = self.driver.run().result_fingerprint
 
@@ -176,6 +177,7 @@ def test_what_is_prepared_in_the_background_changes_no_bit_and_calls_no_code_of_
 
 
 @pytest.mark.procs
+@pytest.mark.long  # `test_same_objects.py` has the same model, in one process
 def test_scalars_and_weights_that_a_module_lists_are_prepared_while_the_model_computes_with_others(
     tmp_path: Path,
 ) -> None:
@@ -189,7 +191,7 @@ def test_scalars_and_weights_that_a_module_lists_are_prepared_while_the_model_co
 
 @pytest.mark.procs
 def test_a_preparation_that_fails_is_in_the_journal_and_the_change_is_made_without_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, SmallTask(), {2: 1}, prepare=fail_beside)
+    run = Run(tmp_path, SmallTask(), {2: 1}, prepare=fail_beside, workers=2)
     (failed,) = run.of("preparation_failed")
     assert "no room for a second one" in failed["reason"]
     assert ["prepared_s" in fields for fields in run.of("generation")] == [False, False]
