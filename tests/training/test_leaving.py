@@ -58,7 +58,7 @@ class PacedTask(SmallTask):
 
     def lr_scale(self, step: int) -> float:
         if not self.happened.exists():
-            time.sleep(0.2)
+            time.sleep(0.4)
         return super().lr_scale(step)
 
 
@@ -167,7 +167,7 @@ def test_a_worker_that_is_requested_to_leave_costs_no_step_and_is_no_loss_and_is
         assert is_gone(pid)
         seen.wait(lambda s: 3 in s.memberships[-1])
 
-    state, seen = drive(job, make_limits(job, 3, min_workers=2), act)
+    state, seen = drive(job, make_limits(job, 3, min_workers=2, join_wait_s=WAIT_S), act)
     seen.assert_no_step_is_computed_twice()
     assert (state.losses, state.preemptions) == (0, 1)
     assert seen.first("worker_leaving")["reason"] == "SIGTERM"
@@ -186,11 +186,12 @@ def test_neighbours_that_are_requested_to_leave_at_once_cost_no_step_though_they
         tell(driver, *leavers)
         seen.wait(lambda s: len(s.of("worker_left")) == 2)
 
-    state, seen = drive(job, make_limits(job, 3, min_workers=1), act)
+    state, seen = drive(job, make_limits(job, 3, min_workers=1, join_wait_s=WAIT_S), act)
     seen.assert_no_step_is_computed_twice()
     assert (state.losses, state.preemptions) == (0, 2)
 
 
+@pytest.mark.long  # `tests/driver/test_leaving.py` decides it; the worker leaves as in the tests above
 def test_a_run_of_fixed_size_keeps_who_must_leave_until_the_replacement_is_there(tmp_path: Path) -> None:
     job = a_paced_job(tmp_path)
 
@@ -204,7 +205,7 @@ def test_a_run_of_fixed_size_keeps_who_must_leave_until_the_replacement_is_there
     assert [len(members) for members in seen.memberships] == [2, 2]
 
 
-@pytest.mark.long  # the test above has a worker that waits for its replacement
+@pytest.mark.long  # `tests/driver/test_leaving.py` decides it
 def test_the_only_worker_hands_its_state_over_or_leaves_after_a_checkpoint(tmp_path: Path) -> None:
     job = a_paced_job(tmp_path)
 
@@ -226,7 +227,7 @@ def test_when_the_keeper_of_its_mirror_dies_meanwhile_the_leaver_still_gives_its
         tell(driver, members[members.index(WorkerId(2)) - 1])
         seen.wait(lambda s: s.of("worker_lost") and s.of("worker_left"))
 
-    state, seen = drive(job, make_limits(job, 3, min_workers=1, max_worker_losses=1), act)
+    state, seen = drive(job, make_limits(job, 3, min_workers=1, max_worker_losses=1, join_wait_s=WAIT_S), act)
     assert FaultPlan(faults=(fault,), folder=str(tmp_path)).fired(fault)
     assert [fields["worker"] for fields in seen.of("worker_lost")] == [2]
     assert seen.first("recovery")["steps_redone"] == 0
@@ -268,7 +269,7 @@ def test_a_notice_for_a_machine_reaches_all_its_workers_at_once(tmp_path: Path) 
         (tmp_path / f"notice{driver.state.facts[WorkerId(0)].pid}").touch()
         seen.wait(lambda s: {fields["worker"] for fields in s.of("worker_left")} == {0, 1})
 
-    state, seen = drive(job, make_limits(job, 2, min_workers=1), act)
+    state, seen = drive(job, make_limits(job, 2, min_workers=1, join_wait_s=WAIT_S), act)
     seen.assert_no_step_is_computed_twice()
     assert (state.losses, state.preemptions) == (0, 2)
     assert len({fields["step"] for fields in seen.of("worker_leaving")}) == 1
@@ -307,7 +308,9 @@ def spared(tmp_path_factory: pytest.TempPathFactory) -> Spared:
         seen.wait(lambda s: len(s.of("worker_ready")) == 5)  # another spare is started
 
     prepare = {WorkerId(worker): partial(note_buffers, str(folder)) for worker in range(5)}
-    _, seen = drive(job, make_limits(job, 3, min_workers=1, max_worker_losses=1, spares=1), act, prepare)
+    _, seen = drive(
+        job, make_limits(job, 3, min_workers=1, max_worker_losses=1, spares=1, join_wait_s=WAIT_S), act, prepare
+    )
     return seen, folder, pids
 
 

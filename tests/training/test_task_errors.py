@@ -23,6 +23,8 @@ from tests.training.harness import Collector, log_into, make_driver, make_job, m
 
 pytestmark = pytest.mark.procs
 _LONGEST = 1000
+IN_TASK_NUMBERS = pytest.mark.long
+"""For errors that `test_task_numbers.py` has, too."""
 _OUTSIDE = r"a weight of the model was used outside of the model's forward.*Call model\(\.\.\.\).*weight_decay"
 
 
@@ -74,8 +76,12 @@ def message_of(task: rs.Task, workers: int = 1, **settings: Any) -> str:
             r"NonFiniteLoss: .*loss is nan .*a mean over what may be empty, .*return Loss\(sum,",
         ),
         (programs.Large, r"NonFiniteLoss: step 1: the gradient is too large: it is finite in each microbatch.*squares"),
-        (programs.NoRate, r"NoRate\.lr_scale\(1\) returned None, .*give a finite number"),
-        (programs.TextRate, r"TextRate\.lr_scale\(1\) returned '1', .*give a finite number"),
+        pytest.param(
+            programs.NoRate, r"NoRate\.lr_scale\(1\) returned None, .*give a finite number", marks=IN_TASK_NUMBERS
+        ),
+        pytest.param(
+            programs.TextRate, r"TextRate\.lr_scale\(1\) returned '1', .*give a finite number", marks=IN_TASK_NUMBERS
+        ),
         (programs.InPlace, r"a tensor that backward needs was changed in place .*Write\s+x = x \+ y"),
         (programs.Twice, r"microbatch 1: the graph of the loss was freed\. .*detach\(\) it"),
         (

@@ -200,7 +200,7 @@ class Still(LlamaTask):
         return torch.optim.SGD(model.parameters(), lr=0.0)
 
     def lr_scale(self, step: int) -> float:
-        time.sleep(0.2)
+        time.sleep(0.4)
         return super().lr_scale(step)
 
 
