@@ -93,12 +93,10 @@ def test_single_workers_and_whole_groups_may_be_lost_in_every_mesh_without_a_bit
         assert all(fields["source"] == "memory" for fields in outcome.of("generation")[1:])
 
 
+@pytest.mark.long  # `test_sizes.py` trains groups in bfloat16, and `test_truth.py` counts what they send in it
 @pytest.mark.parametrize(
     ("replicas", "shards", "reduce_dtype"),
-    tried_each_time(
-        [(2, 2, "bfloat16")],
-        [(replicas, 2, dtype) for replicas in (2, 3) for dtype in ("float32", "bfloat16")],
-    ),
+    [(replicas, 2, dtype) for replicas in (2, 3) for dtype in ("float32", "bfloat16")],
 )
 def test_mixed_precision_in_groups(replicas: int, shards: int, reduce_dtype: Any) -> None:
     settings: dict[str, Any] = {
@@ -116,10 +114,13 @@ def test_mixed_precision_in_groups(replicas: int, shards: int, reduce_dtype: Any
         [(*case, how) for case in ((2, 2, 5), (3, 2, 13), (3, 1, 2)) for how in ("sharded", "local")],
     ),
 )
-def test_groups_of_unequal_work(replicas: int, shards: int, microbatches: int, accumulation: Any) -> None:
+def test_groups_of_unequal_work_with_an_evaluation(
+    replicas: int, shards: int, microbatches: int, accumulation: Any
+) -> None:
     engine = rs.EngineConfig(accumulation=accumulation)
-    settings: dict[str, Any] = {"task": SMALL, "microbatches": microbatches, "steps": 2}
-    assert in_groups(replicas, shards, engine=engine, **settings).bits == undisturbed(**settings).bits
+    evaluation = rs.EvalConfig(data=samples(), every_steps=2, num_samples=7)
+    settings: dict[str, Any] = {"task": SMALL, "microbatches": microbatches, "steps": 2, "evaluation": evaluation}
+    assert in_groups(replicas, shards, engine=engine, **settings).bits == in_groups(1, 1, **settings).bits
 
 
 class Counting(SmallTask):
@@ -151,12 +152,13 @@ def test_workers_of_one_node_add_first_what_they_have_and_no_bit_changes(tmp_pat
     assert len(adding) == 7  # and the three that are left after the loss, of which one is alone on its node
 
 
-@pytest.mark.long  # `test_mixed_precision_in_groups` has an evaluation, too
+@pytest.mark.long  # groups of unequal work have an evaluation, too
 def test_evaluation_in_groups() -> None:
     evaluation = rs.EvalConfig(data=samples(), every_steps=2, num_samples=7)
     assert in_groups(2, 2, evaluation=evaluation, steps=2).bits == in_groups(1, 1, evaluation=evaluation, steps=2).bits
 
 
+@pytest.mark.long  # `test_fast.py` has groups with a loss
 def test_fast_reduction_in_groups_trains_on_the_same_batch() -> None:
     fast, alone = in_groups(2, 2, task=SMALL, engine=rs.EngineConfig(reduction="fast"), steps=2), small_undisturbed()
     assert fast.losses == pytest.approx(alone.losses, rel=1e-4)

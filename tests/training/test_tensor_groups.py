@@ -80,6 +80,7 @@ def test_a_worker_of_a_group_may_be_lost_at_any_moment(phase: str) -> None:
     assert meshes_of(outcome)[1] == "1x1x2"
 
 
+@pytest.mark.long  # `test_meshes.py` loses such a group without tensor parallelism
 def test_a_whole_group_may_be_lost_where_others_hold_the_same() -> None:
     outcome = in_groups(4, shards=2, kills=[(2, 2, "backward"), (3, 2, "backward")])
     assert outcome.bits == one_group().bits
