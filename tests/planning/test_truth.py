@@ -143,7 +143,6 @@ def test_memory_is_within_5_percent_and_traffic_is_what_was_counted(name: str, l
 OTHER_LAYOUTS = [
     ("bfloat16 on the wire", "2x1"),
     ("local, kept, without mirrors", "1x2"),
-    ("fast", "1x2"),
     ("fast", "2x2"),
     ("local", "2x2"),
     ("kept, without mirrors", "1x2"),
