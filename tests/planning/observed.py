@@ -20,7 +20,6 @@ from torch.distributed.tensor.parallel import ParallelStyle
 from torch.utils._python_dispatch import _disable_current_modes
 
 import raysharded as rs
-from raysharded.actors.comm import fsdp_collectives
 from raysharded.actors.comm.fsdp_collectives import AllGather, ReduceScatter
 from raysharded.actors.comm.groups import Groups
 from raysharded.actors.comm.host_group import HostGroup, Replicas
@@ -106,7 +105,6 @@ class Watch:
             _on_copies(Replicas, name, is_method=True)
             _before(Replicas, name, of_holders)
         _before(Replicas, "all_reduce", add_up)
-        _on_copies(fsdp_collectives, "all_to_all")  # of the fast reduction
         _before(ReduceScatter, "__call__", reduce_scatter)
         _before(dist.ProcessGroupGloo, "send", send)
         _before(StepGradient, "__init__", place)

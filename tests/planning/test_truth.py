@@ -28,9 +28,6 @@ def microbatches_of(layout: Mesh) -> int:
     return {2: 3, 3: 7}.get(layout.world_size, 5)
 
 
-STRATEGIES: dict[str, Strategy] = {"blocks.0": "gradients", "blocks.1": "replicate"}
-
-
 class Cut(GptTask):
     """One of three blocks is gathered once, one is whole on every worker, and one has the defaults."""
 
@@ -38,14 +35,7 @@ class Cut(GptTask):
         return Gpt(layers=3)
 
     def strategy(self, name: str, module: nn.Module) -> Strategy | None:
-        return STRATEGIES.get(name)
-
-
-class CutOdd(OddTask):
-    """The same of a small model."""
-
-    def strategy(self, name: str, module: nn.Module) -> Strategy | None:
-        return STRATEGIES.get(name)
+        return {"blocks.0": "gradients", "blocks.1": "replicate"}.get(name)  # type: ignore[return-value]
 
 
 TASKS: dict[str, tuple[rs.Task, rs.EngineConfig, int]] = {
@@ -53,7 +43,7 @@ TASKS: dict[str, tuple[rs.Task, rs.EngineConfig, int]] = {
     "odd": (OddTask(), rs.EngineConfig(), 2),
     "llama": (LlamaTask(), rs.EngineConfig(activation_checkpointing=True), 0),
     "cut": (Cut(), rs.EngineConfig(), 2),
-    "recomputed": (CutOdd(), rs.EngineConfig(activation_checkpointing=True), 2),
+    "recomputed": (Cut(), rs.EngineConfig(activation_checkpointing=True), 2),
 }
 """Task, engine, number of metrics."""
 OTHER_ENGINES = {
@@ -153,24 +143,23 @@ def test_memory_is_within_5_percent_and_traffic_is_what_was_counted(name: str, l
 OTHER_LAYOUTS = [
     ("bfloat16 on the wire", "2x1"),
     ("local, kept, without mirrors", "1x2"),
-    ("fast", "1x2"),
     ("fast", "2x2"),
     ("local", "2x2"),
     ("kept, without mirrors", "1x2"),
 ]
 
 
-@pytest.mark.long  # the test below has the same with a small model
-@pytest.mark.parametrize(("name", "layout"), OTHER_LAYOUTS)
+@pytest.mark.parametrize(("name", "layout"), tried_each_time([("fast", "2x2")], of=OTHER_LAYOUTS))
 def test_so_they_are_with_other_settings(name: str, layout: str) -> None:
     check(GptTask(), OTHER_ENGINES[name], mesh(layout), num_metrics=2)
 
 
-@pytest.mark.parametrize(("name", "layout"), OTHER_LAYOUTS[:3])
+@pytest.mark.parametrize(("name", "layout"), OTHER_LAYOUTS[:2])
 def test_so_they_are_with_other_settings_of_a_small_model(name: str, layout: str) -> None:
     check(OddTask(), OTHER_ENGINES[name], mesh(layout), num_metrics=2)
 
 
 @pytest.mark.parametrize("layout", tried_each_time(["1x1x2"], of=["1x1x2", "1x2x2", "2x1x2"]))
 def test_so_they_are_with_tensor_parallelism(layout: str) -> None:
-    check(ParallelLlama(layers=1), rs.EngineConfig(), mesh(layout), num_metrics=0, microbatches=3)
+    layers = 1 if layout == "1x1x2" else 2
+    check(ParallelLlama(layers=layers), rs.EngineConfig(), mesh(layout), num_metrics=0, microbatches=3)

@@ -331,9 +331,7 @@ PROGRAMS: dict[str, Program] = {
     "parameters left out": Program(rules=("unused",), task=Unused(), compared=_STATE, steps=3),
     "parameters left out, alone": Program(rules=("unused",), task=Unused(), compared=_STATE, workers=1, samples=200),
 }
-SOME = {
-    name: PROGRAMS[name] for name in ("weights built by module", "the tree of 3 workers", "parameters left out, alone")
-}
+SOME = {name: PROGRAMS[name] for name in ("parameters left out, alone",)}
 """Programs that have, together with `RESUMED`, all rules but that of compiled blocks."""
 COMPILED: dict[str, Program] = {
     "compiled blocks": Program(
