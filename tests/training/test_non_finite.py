@@ -150,7 +150,7 @@ def rewinding() -> Outcome:
 
 
 @pytest.mark.long  # in the test of a lost worker below the same run goes back
-@pytest.mark.parametrize(("accumulation", "workers"), product(("sharded", "local"), (1, 2, 3)))
+@pytest.mark.parametrize(("accumulation", "workers"), list(product(("sharded", "local"), (1, 2, 3))))
 def test_a_rewind_goes_back_to_the_checkpoint_and_past_the_data_with_the_same_bits_at_every_size(
     workers: int, accumulation: Any
 ) -> None:
