@@ -20,7 +20,8 @@ from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.training.harness import GptTask, Tokens, samples, train
 
-BATCH = rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5)
+MICROBATCHES = 4
+BATCH = rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5)
 TWO_GROUPS = Mesh(replicas=2, shards=2)
 
 
@@ -90,7 +91,7 @@ def test_a_run_is_in_a_mesh_that_fits_and_after_a_loss_the_journal_reports_that_
     run = planned.start_with(ProcessLauncher, lambda kind, fields: entries.append({"kind": kind, **fields}))
     result = run.wait(120)
     assert planned.faults.fired(fault)
-    assert result.fingerprint == train(1, steps=3).fingerprint
+    assert result.fingerprint == train(1, microbatches=MICROBATCHES, steps=3).fingerprint
     first, second, *_ = [entry for entry in entries if entry["kind"] == "generation"]
     assert first["mesh"] == "1x4"
     assert "as planned" in first["why"]

@@ -331,6 +331,8 @@ PROGRAMS: dict[str, Program] = {
     "parameters left out": Program(rules=("unused",), task=Unused(), compared=_STATE, steps=3),
     "parameters left out, alone": Program(rules=("unused",), task=Unused(), compared=_STATE, workers=1, samples=200),
 }
+SOME = {name: PROGRAMS[name] for name in ("parameters left out, alone",)}
+"""Programs that have, together with `RESUMED`, all rules but that of compiled blocks."""
 COMPILED: dict[str, Program] = {
     "compiled blocks": Program(
         rules=("compile",), task=Everything(), compared=("loss", *_STATE), workers=1, engine={"compile": True}
@@ -396,7 +398,7 @@ def main(folder: str, which: str) -> None:
     if which == "compiled":
         found["bits"] = dict(all_bits(COMPILED, folder))
     else:
-        found["bits"] = dict(all_bits(PROGRAMS, folder))
+        found["bits"] = dict(all_bits(SOME if which == "some" else PROGRAMS, folder))
         found["to its end"] = bits_of(trainer_of("to-its-end", RESUMED, folder), RESUMED.compared)
         found["stopped"] = bits_of(trainer_of("stopped", RESUMED, folder, steps=STOPPED_AFTER), RESUMED.compared)
     sys.stdout.write(json.dumps(found))

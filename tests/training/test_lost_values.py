@@ -160,7 +160,8 @@ KEPT: dict[str, tuple[Put, Put]] = {
 }
 
 
-@pytest.mark.parametrize("name", tried_each_time(["an attribute, renamed", "a buffer, persistent no more"], LOST))
+@pytest.mark.long  # two of them are refused in the last test
+@pytest.mark.parametrize("name", LOST)
 def test_a_resumed_run_whose_model_lost_a_drawn_value_is_refused(tmp_path: Path, name: str) -> None:
     before, after, said = LOST[name]
     with pytest.raises(CheckpointError, match=f"the saved state has {said}, float32 .*neither a place for it"):
@@ -174,19 +175,22 @@ def test_a_resumed_run_whose_model_has_the_value_elsewhere_continues_with_the_sa
     tmp_path: Path, name: str
 ) -> None:
     before, after = KEPT[name]
-    unchanged = begun_and_resumed(tmp_path / "unchanged", before, before)
-    assert begun_and_resumed(tmp_path / "changed", before, after) == unchanged
+    (tmp_path / "unchanged").mkdir()
+    task = Changing(tmp_path / "unchanged", before, before)
+    unchanged = train(1, task=task, microbatches=3, steps=STEPS, prepare=scramble)
+    assert begun_and_resumed(tmp_path / "changed", before, after) == list(unchanged.numbers)
 
 
 def test_it_is_refused_on_all_workers_and_after_a_kill(tmp_path: Path) -> None:
     before, after, said = LOST["a buffer, persistent no more"]
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=f"the saved state has {said}, float32 .*neither a place for it"):
         begun_and_resumed(tmp_path, before, after, workers=2)
+    before, after, said = LOST["an attribute, renamed"]
     again = tmp_path / "killed"
     again.mkdir()
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(CheckpointError, match=f"the saved state has {said}, float32 .*neither a place for it"):
         train(
-            3,
+            2,
             task=ChangingAnew(again, before, after),
             microbatches=3,
             steps=STEPS,

@@ -85,6 +85,7 @@ def test_four_three_seven_and_one_workers_with_losses_read_the_same_samples_as_o
         trained(url, 9, workers=1, data=_mixture([(0, {"web": 1})]))
 
 
+@pytest.mark.long  # `tests/data/test_mixture.py` has the order of each weight
 def test_other_weights_train_other_samples(tmp_path: Any) -> None:
     runs = [trained(f"{tmp_path}/{workers}", 3, workers=workers, data=data)[1].numbers for workers, data in _two()]
     losses = [[numbers[step]["loss"] for step in (1, 2, 3)] for numbers in runs]

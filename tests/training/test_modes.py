@@ -369,7 +369,7 @@ def test_it_is_the_same_at_three_workers_of_which_one_is_lost(kills: Any) -> Non
 def test_a_model_in_eval_as_a_whole_trains_in_train_mode_with_one_notice(tmp_path: Path) -> None:
     log = tmp_path / "log"
     task = Fitted(as_pretrained, norm=False, head_drops=True)
-    found = trained(3, task, kills=[(1, 2, "backward")], prepare=partial(log_into, str(log)))
+    found = trained(2, task, kills=[(1, 2, "backward")], prepare=partial(log_into, str(log)))
     assert found.bits == trained(1, Fitted(frozen_alone, norm=False, head_drops=True)).bits
     assert {numbers["metrics"]["dropouts"] for numbers in found.numbers} == {3.0}
     assert log.read_text().count("Fitted.build_model left the model in eval mode") == 1

@@ -50,7 +50,7 @@ def run(workers: int, bad: Collection[tuple[int, int]], policy: Any, **settings:
     in_gradient = settings.pop("in_gradient", False)
     samples = [first_sample_of(*one) for one in bad]
     task = Diverging(samples, in_gradient=in_gradient)
-    settings = {"microbatches": MICROBATCHES, "steps": 4, **settings}
+    settings = {"microbatches": MICROBATCHES, "steps": 4, "records_microbatches": policy == "skip", **settings}
     return train(workers, task=task, on_non_finite=policy, **settings)
 
 
@@ -59,9 +59,14 @@ def skipping(in_gradient: bool = False) -> Outcome:
     return run(1, [(1, 2), (3, 0), (3, 2)], "skip", in_gradient=in_gradient)
 
 
+def left_out(outcome: Outcome) -> list[tuple[int, str, list[int]]]:
+    """Step, cause and microbatches of each entry about a step that is left out."""
+    return [(fields["step"], fields["what"], fields["microbatches"]) for fields in outcome.of("step_skipped")]
+
+
 @pytest.mark.parametrize(
     ("in_gradient", "workers"),
-    tried_each_time([(False, 3), (True, 2)], product((False, True), (1, 2, 3, 5))),
+    tried_each_time([(True, 2)], product((False, True), (1, 2, 3, 5))),
 )
 def test_a_step_that_is_not_finite_is_left_out_with_the_same_bits_at_every_size(
     workers: int, in_gradient: bool
@@ -69,8 +74,7 @@ def test_a_step_that_is_not_finite_is_left_out_with_the_same_bits_at_every_size(
     outcome = run(workers, [(1, 2), (3, 0), (3, 2)], "skip", in_gradient=in_gradient)
     assert outcome.bits == skipping(in_gradient).bits
     what = "gradient" if in_gradient else "loss"
-    told = [(fields["step"], fields["what"], fields["microbatches"]) for fields in outcome.of("step_skipped")]
-    assert told == [(1, what, [2]), (3, what, [0, 2])]
+    assert left_out(outcome) == [(1, what, [2]), (3, what, [0, 2])]
     assert [numbers.get("skipped", False) for numbers in outcome.numbers] == [True, False, True, False]
     assert math.isfinite(outcome.losses[-1])
     proven = [fields["step"] for fields in outcome.of("step") if "prove" in fields["seconds"]]
@@ -78,10 +82,10 @@ def test_a_step_that_is_not_finite_is_left_out_with_the_same_bits_at_every_size(
 
 
 def test_the_microbatches_of_a_step_that_is_left_out_are_recorded_too() -> None:
+    """Their numbers are among the bits that are the same at every size."""
     bad = [(1, 2), (3, 0), (3, 2)]
-    alone, two = (run(workers, bad, "skip", records_microbatches=True) for workers in (1, 2))
-    assert two.bits == alone.bits
-    for numbers, plain in zip(alone.numbers, skipping().numbers, strict=True):
+    without = run(1, bad, "skip", records_microbatches=False)
+    for numbers, plain in zip(skipping().numbers, without.numbers, strict=True):
         losses = [total for total, _ in numbers["microbatches"]]
         step = numbers["step"]
         assert [(step, index) for index, loss in enumerate(losses) if math.isnan(loss)] == [
@@ -93,20 +97,20 @@ def test_the_microbatches_of_a_step_that_is_left_out_are_recorded_too() -> None:
 
 def test_a_step_that_is_left_out_changes_no_bit_of_the_state() -> None:
     bad = first_sample_of(3)
-    all_but_one = train(1, task=Diverging([bad]), on_non_finite="skip", microbatches=MICROBATCHES, steps=3)
-    before = train(1, task=Diverging([bad]), on_non_finite="skip", microbatches=MICROBATCHES, steps=2)
-    assert all_but_one.of("step_skipped")
-    assert all_but_one.fingerprint == before.fingerprint
+    settings: dict[str, Any] = {"on_non_finite": "skip", "microbatches": MICROBATCHES, "steps": 3, "save_every": 2}
+    outcome = train(1, task=Diverging([bad]), **settings)
+    assert [fields["step"] for fields in outcome.of("step_skipped")] == [3]
+    before, after = outcome.of("checkpoint")
+    assert (before["step"], after["step"]) == (2, 3)
+    assert before["fingerprint"] == after["fingerprint"] == outcome.fingerprint
 
 
 LOCAL_AND_ALONE = rs.EngineConfig(accumulation="local", mirrors=False)
 
 
+@pytest.mark.long  # a step is left out after its gradients are added, in any mode
 @pytest.mark.parametrize(
-    "engine",
-    tried_each_time(
-        [LOCAL_AND_ALONE], [LOCAL_AND_ALONE, rs.EngineConfig(accumulation="local"), rs.EngineConfig(mirrors=False)]
-    ),
+    "engine", [LOCAL_AND_ALONE, rs.EngineConfig(accumulation="local"), rs.EngineConfig(mirrors=False)]
 )
 def test_leaving_out_gives_the_same_bits_in_every_mode(engine: rs.EngineConfig) -> None:
     assert run(2, [(1, 2), (3, 0), (3, 2)], "skip", engine=engine).bits == skipping().bits
@@ -125,6 +129,10 @@ def test_a_worker_lost_around_a_step_that_is_left_out_changes_no_bit(kill: tuple
     outcome = run(3, [(1, 2), (3, 0), (3, 2)], "skip", kills=[kill])
     assert outcome.of("recovery")
     assert outcome.bits == skipping().bits
+    assert {step: (what, microbatches) for step, what, microbatches in left_out(outcome)} == {
+        1: ("loss", [2]),
+        3: ("loss", [0, 2]),
+    }
 
 
 def test_too_many_steps_in_a_row_that_are_left_out_end_the_run_with_the_first_cause() -> None:
@@ -132,7 +140,7 @@ def test_too_many_steps_in_a_row_that_are_left_out_end_the_run_with_the_first_ca
     with pytest.raises(
         NonFiniteLoss, match=r"3 steps in a row \(2 to 4\).*max_skipped_steps=2; the first: step 2: .*2"
     ):
-        run(2, bad, "skip", max_skipped_steps=2)
+        run(1, bad, "skip", max_skipped_steps=2)
     assert run(1, bad, "skip", max_skipped_steps=3).losses
 
 
@@ -141,10 +149,8 @@ def rewinding() -> Outcome:
     return run(1, [(4, 2)], "rewind", save_every=2, steps=5)
 
 
-@pytest.mark.parametrize(
-    ("accumulation", "workers"),
-    tried_each_time([("sharded", 3)], product(("sharded", "local"), (1, 2, 3))),
-)
+@pytest.mark.long  # in the test of a lost worker below the same run goes back
+@pytest.mark.parametrize(("accumulation", "workers"), list(product(("sharded", "local"), (1, 2, 3))))
 def test_a_rewind_goes_back_to_the_checkpoint_and_past_the_data_with_the_same_bits_at_every_size(
     workers: int, accumulation: Any
 ) -> None:
@@ -173,9 +179,11 @@ def test_without_a_checkpoint_a_rewind_goes_back_to_the_start() -> None:
 )
 def test_a_worker_lost_after_a_rewind_does_not_undo_it(kill: tuple[int, int, str]) -> None:
     outcome = run(3, [(4, 2)], "rewind", save_every=2, steps=5, kills=[kill])
-    assert len(outcome.of("rewind")) == 1
+    (rewind,) = outcome.of("rewind")
+    assert (rewind["step"], rewind["to_step"], rewind["skip_samples"]) == (4, 2, 2 * BATCH)
     assert outcome.of("worker_lost")
     assert outcome.bits == rewinding().bits
+    assert all(math.isfinite(loss) for loss in outcome.losses)
 
 
 def test_the_second_time_at_the_same_checkpoint_ends_the_run_and_names_both() -> None:
@@ -232,7 +240,7 @@ def test_after_a_newer_checkpoint_the_run_may_go_back_again_and_the_report_shows
 def test_a_resumed_run_continues_past_the_data_that_was_skipped(tmp_path: Path) -> None:
     url, task = str(tmp_path / "run"), Diverging([first_sample_of(4)])
     first = make_job(url, task=task, microbatches=MICROBATCHES, steps=4, save_every=2, on_non_finite="rewind")
-    make_driver(first, make_limits(first, 2), Collector()).run()
+    make_driver(first, make_limits(first, 1), Collector()).run()
     then = make_job(url, task=task, microbatches=MICROBATCHES, steps=5, save_every=2, on_non_finite="rewind")
     listener = Collector()
     driver = make_driver(then, make_limits(then, 1), listener)
@@ -253,7 +261,7 @@ class Broken(SmallTask):
         return model
 
 
-@pytest.mark.parametrize(("policy", "workers"), [("stop", 2), ("skip", 1)])
+@pytest.mark.parametrize(("policy", "workers"), tried_each_time([("skip", 1)], [("stop", 2), ("skip", 1)]))
 def test_weights_that_are_not_finite_are_named_with_the_way_out(policy: Any, workers: int) -> None:
     told = r"step 1: the loss is nan .*: 'embedding\.weight' has weights that are not finite before the step; give them"
     with pytest.raises(NonFiniteLoss, match=told):

@@ -57,11 +57,11 @@ class Made(SmallTask):
 
 
 def outcomes(make: Callable[[nn.Module], Optimizer]) -> Iterator[Outcome]:
-    """At 1 worker, and at 3 of which one is killed in the second step and replaced."""
+    """At 1 worker, and at 2 of which one is killed in the second step and replaced."""
     task = Made(make)
     run = functools.partial(train, task=task, microbatches=4, steps=3)
     yield run(1)
-    yield run(3, kills=[(1, 2, "backward")])
+    yield run(2, kills=[(1, 2, "backward")])
 
 
 # -- step hooks --
@@ -588,7 +588,7 @@ INSIDE: dict[str, Callable[[nn.Module], Optimizer]] = {
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("kind", tried_each_time(["copies", "followed"], INSIDE))
+@pytest.mark.parametrize("kind", tried_each_time(["copies"], INSIDE))
 def test_optimizers_inside_an_optimizer_are_equal_and_keep_their_momentum(kind: str) -> None:
     alone, lost = outcomes(INSIDE[kind])
     assert lost.bits == alone.bits
@@ -726,6 +726,6 @@ def in_place() -> Outcome:
     return train(1, task=AssigningTask(assigns=False), steps=2)
 
 
-@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize("workers", tried_each_time([3], [1, 3]))
 def test_an_optimizer_that_assigns_trains_as_one_that_writes_in_place(workers: int) -> None:
     assert train(workers, task=AssigningTask(assigns=True), steps=2).bits == in_place().bits

@@ -53,7 +53,7 @@ class MarkedTask(GptTask):
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         marked = [param for param in model.parameters() if getattr(param, "_no_weight_decay", False)]
         others = [param for param in model.parameters() if not getattr(param, "_no_weight_decay", False)]
-        assert len(marked) == 2
+        assert len(marked) == 1
         groups = [{"params": others, "weight_decay": 0.0}, {"params": marked, "weight_decay": 0.5}]
         return torch.optim.SGD(groups, lr=0.1)
 
@@ -76,7 +76,7 @@ def alone() -> Outcome:
 
 @pytest.mark.procs
 def test_attributes_and_gradient_hooks_are_kept_at_every_size_and_after_a_loss() -> None:
-    assert run(3, MarkedTask(), kills=[(1, 2, "backward")]).bits == alone().bits
+    assert run(2, MarkedTask(), kills=[(1, 2, "backward")]).bits == alone().bits
 
 
 @pytest.mark.procs
@@ -156,7 +156,7 @@ class RenormalisedTask(GptTask):
 @pytest.mark.procs
 @pytest.mark.parametrize(
     ("when", "workers"),
-    tried_each_time([("training", 3), ("evaluation", 1)], [(w, n) for w in ("training", "evaluation") for n in (1, 3)]),
+    tried_each_time([("training", 1), ("evaluation", 1)], [(w, n) for w in ("training", "evaluation") for n in (1, 3)]),
 )
 def test_a_forward_that_changes_a_parameter_is_refused_by_its_name(when: str, workers: int) -> None:
     evaluation = rs.EvalConfig(data=samples()[:4], every_steps=1, num_samples=4)

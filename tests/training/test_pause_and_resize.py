@@ -12,7 +12,7 @@ import pytest
 from raysharded.driver.driver import Driver
 from raysharded.driver.state.state import Phase
 from tests.training.harness import make_limits
-from tests.training.test_leaving import Seen, a_job, drive, is_gone
+from tests.training.test_leaving import Seen, a_paced_job, drive, is_gone
 
 pytestmark = pytest.mark.procs
 _HANG_S = 2.0
@@ -28,7 +28,7 @@ def pause(driver: Driver, seen: Seen) -> int:
 
 
 def test_a_paused_run_stands_still_and_then_continues_with_the_same_bits(tmp_path: Path) -> None:
-    job = a_job(tmp_path)
+    job = a_paced_job(tmp_path)
 
     def act(driver: Driver, seen: Seen) -> None:
         step = pause(driver, seen)
@@ -38,7 +38,7 @@ def test_a_paused_run_stands_still_and_then_continues_with_the_same_bits(tmp_pat
         assert seen.step == step
         driver.resume()
 
-    state, seen = drive(job, make_limits(job, 3, hang_timeout_s=_HANG_S, progress_timeout_s=10.0), act)
+    state, seen = drive(job, make_limits(job, 2, hang_timeout_s=_HANG_S, progress_timeout_s=10.0), act)
     seen.assert_no_step_is_computed_twice()
     assert state.losses == 0
     assert len(seen.memberships) == 2
@@ -46,7 +46,7 @@ def test_a_paused_run_stands_still_and_then_continues_with_the_same_bits(tmp_pat
 
 
 def test_a_worker_that_is_killed_in_a_pause_costs_no_step(tmp_path: Path) -> None:
-    job = a_job(tmp_path)
+    job = a_paced_job(tmp_path)
 
     def act(driver: Driver, seen: Seen) -> None:
         pause(driver, seen)
@@ -67,7 +67,7 @@ def test_a_worker_that_is_killed_in_a_pause_costs_no_step(tmp_path: Path) -> Non
 
 
 def test_a_run_is_resized_from_4_to_2_to_3_workers_from_memory(tmp_path: Path) -> None:
-    job = a_job(tmp_path)
+    job = a_paced_job(tmp_path)
 
     def act(driver: Driver, seen: Seen) -> None:
         pids = {worker: facts.pid for worker, facts in driver.state.facts.items()}

@@ -63,6 +63,10 @@ class DrawingTask(GptTask):
         model.register_buffer("ramp", torch.linspace(1.0, 2.0, model.ramp.numel()) ** 1.5, persistent=False)
         return model
 
+    def lr_scale(self, step: int) -> float:
+        time.sleep(BUILDING_S)  # so that the next group is prepared before the last step
+        return super().lr_scale(step)
+
 
 def wrap_slowly() -> None:
     """In a worker's process: what is prepared in the background takes a while."""
@@ -118,7 +122,7 @@ def undisturbed(*, draws: bool) -> Outcome:
 
 
 class Run(Collector):
-    """A run of three workers that are to form other groups after some of its steps."""
+    """A run of some workers that are to form other groups after some of its steps."""
 
     def __init__(
         self,
@@ -127,6 +131,7 @@ class Run(Collector):
         groups: dict[int, int | None],
         losses: int = 0,
         prepare: Callable[[], None] = wrap_slowly,
+        workers: int = 3,
     ) -> None:
         """`prepare`: called first in each worker's process."""
         Collector.__init__(self)
@@ -136,14 +141,14 @@ class Run(Collector):
             self.job,
             make_limits(
                 self.job,
-                3,
+                workers,
                 min_workers=1,
                 prepare_within_s=20.0,
                 max_worker_losses=losses,
                 grouping=None,
             ),
             self,
-            prepare={WorkerId(worker): prepare for worker in range(3 + losses)},
+            prepare={WorkerId(worker): prepare for worker in range(workers + losses)},
         )
         self.fingerprint = self.driver.run().result_fingerprint
 
@@ -163,7 +168,7 @@ class Run(Collector):
 
 @pytest.mark.procs
 def test_what_is_prepared_in_the_background_changes_no_bit_and_calls_no_code_of_the_task(tmp_path: Path) -> None:
-    run = Run(tmp_path, DrawingTask(tmp_path), {2: 1, 6: None})
+    run = Run(tmp_path, DrawingTask(tmp_path), {2: 1, 6: None}, workers=2)
     assert run.of("preparation_failed") == []
     assert ["prepared_s" in fields for fields in run.of("generation")] == [False, True, True]
     assert all(fields["prepared_s"] >= BUILDING_S for fields in run.of("generation")[1:])
@@ -171,11 +176,12 @@ def test_what_is_prepared_in_the_background_changes_no_bit_and_calls_no_code_of_
     assert [fields["step"] for fields in run.of("step")] == list(range(1, STEPS + 1))
     run.assert_same_as_undisturbed(draws=True)
     builds = [calls.read_text().splitlines() for calls in tmp_path.glob("builds of *")]
-    assert [len(threads) for threads in builds] == [3, 3, 3]  # at the start, for the run, and for the first weights
+    assert [len(threads) for threads in builds] == [3, 3]  # at the start, for the run, and for the first weights
     assert all(threads[1:] == ["compute_0"] * 2 for threads in builds)
 
 
 @pytest.mark.procs
+@pytest.mark.long  # `test_same_objects.py` has the same model, in one process
 def test_scalars_and_weights_that_a_module_lists_are_prepared_while_the_model_computes_with_others(
     tmp_path: Path,
 ) -> None:
@@ -189,7 +195,7 @@ def test_scalars_and_weights_that_a_module_lists_are_prepared_while_the_model_co
 
 @pytest.mark.procs
 def test_a_preparation_that_fails_is_in_the_journal_and_the_change_is_made_without_it(tmp_path: Path) -> None:
-    run = Run(tmp_path, SmallTask(), {2: 1}, prepare=fail_beside)
+    run = Run(tmp_path, SmallTask(), {2: 1}, prepare=fail_beside, workers=2)
     (failed,) = run.of("preparation_failed")
     assert "no room for a second one" in failed["reason"]
     assert ["prepared_s" in fields for fields in run.of("generation")] == [False, False]
@@ -199,7 +205,7 @@ def test_a_preparation_that_fails_is_in_the_journal_and_the_change_is_made_witho
 
 @pytest.mark.procs
 def test_a_worker_that_dies_while_it_prepares_costs_no_more_than_any_loss(tmp_path: Path) -> None:
-    run = Run(tmp_path, SmallTask(), {2: 1}, losses=1, prepare=partial(die_beside, tmp_path))
+    run = Run(tmp_path, SmallTask(), {2: 1}, losses=1, prepare=partial(die_beside, tmp_path), workers=2)
     assert (tmp_path / "died").exists()
     assert len(run.of("worker_lost")) == 1
     assert "prepared_s" not in run.of("generation")[1]

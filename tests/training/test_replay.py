@@ -119,7 +119,7 @@ class Slow(Tokens):
 
 def test_each_driver_of_a_run_that_was_stopped_and_resumed_is_replayed(tmp_path: Path) -> None:
     job = make_job(f"{tmp_path}/run", task=SmallTask(), data=Slow(), microbatches=4, steps=8)
-    drive(job, 2, stop_at=4)
+    drive(job, 1, stop_at=4)
     drive(job, 1, resumed=True)
     first, second = load(job.run_url)
     assert (first.differences, second.differences) == ((), ())

@@ -30,12 +30,14 @@ from raysharded.ids import WorkerId, derive_seed
 from raysharded.journal.log import read
 from raysharded.report import load
 from tests import patches
+from tests.cases import tried_each_time
 from tests.paths import GOLDEN
 from tests.training.harness import Collector, SmallTask, make_driver, make_job, make_limits
 from tests.training.rule_tasks import (
     COMPILED,
     PROGRAMS,
     RESUMED,
+    SOME,
     STOPPED_AFTER,
     Bits,
     Program,
@@ -109,11 +111,16 @@ def first_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("first_numbers")
-def test_each_rule_gives_the_bits_of_the_first_version_and_its_runs_continue_with_them(tmp_path: Path) -> None:
-    assert {rule for program in {**PROGRAMS, **COMPILED}.values() for rule in program.rules} == numerics.RULES.keys()
-    old = of_the_wheel(tmp_path / "old", "quick")
-    assert old["bits"].keys() == PROGRAMS.keys()
-    found = beside(PROGRAMS, old["bits"], tmp_path / "new")
+@pytest.mark.parametrize("which", tried_each_time(["some"], ["some", "quick"]))
+def test_each_rule_gives_the_bits_of_the_first_version_and_its_runs_continue_with_them(
+    tmp_path: Path, which: str
+) -> None:
+    programs = {"some": SOME, "quick": PROGRAMS}[which]
+    tried = {rule for program in (*programs.values(), *COMPILED.values(), RESUMED) for rule in program.rules}
+    assert tried == numerics.RULES.keys()
+    old = of_the_wheel(tmp_path / "old", which)
+    assert old["bits"].keys() == programs.keys()
+    found = beside(programs, old["bits"], tmp_path / "new")
     assert not found, "\n".join(found)
 
     begun = trainer_of("stopped", RESUMED, str(tmp_path / "old" / "runs"))

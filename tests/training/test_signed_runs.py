@@ -16,6 +16,7 @@ from raysharded.checkpoint import list_checkpoints, open_storage
 from raysharded.errors import RefusedCheckpoint
 from raysharded.journal.log import read
 from raysharded.testing.processes import ProcessLauncher
+from tests.cases import tried_each_time
 from tests.training.harness import SmallTask, samples
 
 pytestmark = pytest.mark.procs
@@ -149,6 +150,7 @@ def test_an_unsigned_rewind_neither_goes_back_nor_deletes_a_signed_checkpoint(
     assert saved(stored) == [*before, STEPS + 1]
 
 
+@pytest.mark.long  # the checkpoints, claims and the replaced segment of another run are refused below
 def test_a_segment_of_another_signed_run_decides_nothing(
     stored: Path, key_file: Path, untouched: dict[str, Any]
 ) -> None:
@@ -158,7 +160,7 @@ def test_a_segment_of_another_signed_run_decides_nothing(
     assert same(fitted(stored, key_file, STEPS + 1)[STEPS + 1], untouched)
 
 
-@pytest.mark.parametrize("what", ["removed", "replaced"])
+@pytest.mark.parametrize("what", tried_each_time(["replaced"], ["removed", "replaced"]))
 def test_a_signed_segment_is_not_left_out_or_replaced_without_a_word(stored: Path, key_file: Path, what: str) -> None:
     middle, before = segments(stored)[1], saved(stored)
     if what == "removed":
@@ -261,7 +263,7 @@ def test_a_run_of_an_older_version_goes_on_under_its_key_and_is_signed_from_then
     assert "is not signed until now" not in caplog.text
 
 
-@pytest.mark.parametrize("what", ["rate", "rewind"])
+@pytest.mark.parametrize("what", tried_each_time(["rate"], ["rate", "rewind"]))
 def test_what_an_unsigned_journal_decides_after_the_newest_signed_checkpoint_needs_a_yes(
     stored: Path, key_file: Path, what: str
 ) -> None:
@@ -289,6 +291,7 @@ def test_a_run_without_a_key_goes_on_under_one_when_a_user_accepts_that(
     assert list(fitted(tmp_path, key_file, 4, at_least_step=3)) == [4]
 
 
+@pytest.mark.long  # above a user accepts a run without a key
 def test_what_an_older_version_added_to_a_signed_run_counts_when_a_user_accepts_it(
     stored: Path, key_file: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -92,7 +92,9 @@ def first_weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: opened.read(name) for name in opened.tensors if name.startswith(("model.", "buffer."))}
 
 
-@pytest.mark.parametrize(("dtype", "workers"), [(torch.float32, 2), (torch.bfloat16, 1)])
+@pytest.mark.parametrize(
+    ("dtype", "workers"), tried_each_time([(torch.bfloat16, 2)], [(torch.float32, 2), (torch.bfloat16, 2)])
+)
 def test_weights_and_buffers_are_those_of_the_checkpoint(tmp_path: Path, dtype: torch.dtype, workers: int) -> None:
     uri, model = pretrained(tmp_path, dtype)
     fitted(trainer(tmp_path / "runs", "still", workers, uri, Still()))
@@ -121,7 +123,7 @@ def from_dcp(folder: Path, model: nn.Module) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
-@pytest.mark.parametrize("imported", [from_hugging_face, from_dcp])
+@pytest.mark.parametrize("imported", tried_each_time([from_hugging_face], [from_hugging_face, from_dcp]))
 def test_weights_and_buffers_are_those_that_were_imported(
     tmp_path: Path, imported: Callable[[Path, nn.Module], None]
 ) -> None:
@@ -134,7 +136,7 @@ def test_weights_and_buffers_are_those_that_were_imported(
         assert bits(value) == bits(model.state_dict()[name.partition(".")[2]]), name
 
 
-@pytest.mark.parametrize(("workers", "kill"), tried_each_time([(3, True)], [(2, False), (3, False), (3, True)]))
+@pytest.mark.parametrize(("workers", "kill"), tried_each_time([(2, True)], [(2, True), (3, False), (3, True)]))
 def test_the_same_bits_at_every_size_and_after_a_kill(tmp_path: Path, workers: int, kill: bool) -> None:
     uri, _ = pretrained(tmp_path)
     alone = fitted(trainer(tmp_path / "runs", "alone", 1, uri))
@@ -154,7 +156,7 @@ def begun_with(result: rs.Result) -> str:
     return str(told)
 
 
-@pytest.mark.parametrize("workers", tried_each_time([2], [1, 2]))
+@pytest.mark.parametrize("workers", tried_each_time([1], [1, 2]))
 def test_a_line_says_at_the_start_what_is_taken_and_what_is_left_out(tmp_path: Path, workers: int) -> None:
     runs = tmp_path / "runs"
     parent = fitted(trainer(runs, "scaled", 1, task=Scaling()))

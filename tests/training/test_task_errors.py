@@ -23,6 +23,8 @@ from tests.training.harness import Collector, log_into, make_driver, make_job, m
 
 pytestmark = pytest.mark.procs
 _LONGEST = 1000
+IN_TASK_NUMBERS = pytest.mark.long
+"""For errors that `test_task_numbers.py` has, too."""
 _OUTSIDE = r"a weight of the model was used outside of the model's forward.*Call model\(\.\.\.\).*weight_decay"
 
 
@@ -74,8 +76,12 @@ def message_of(task: rs.Task, workers: int = 1, **settings: Any) -> str:
             r"NonFiniteLoss: .*loss is nan .*a mean over what may be empty, .*return Loss\(sum,",
         ),
         (programs.Large, r"NonFiniteLoss: step 1: the gradient is too large: it is finite in each microbatch.*squares"),
-        (programs.NoRate, r"NoRate\.lr_scale\(1\) returned None, .*give a finite number"),
-        (programs.TextRate, r"TextRate\.lr_scale\(1\) returned '1', .*give a finite number"),
+        pytest.param(
+            programs.NoRate, r"NoRate\.lr_scale\(1\) returned None, .*give a finite number", marks=IN_TASK_NUMBERS
+        ),
+        pytest.param(
+            programs.TextRate, r"TextRate\.lr_scale\(1\) returned '1', .*give a finite number", marks=IN_TASK_NUMBERS
+        ),
         (programs.InPlace, r"a tensor that backward needs was changed in place .*Write\s+x = x \+ y"),
         (programs.Twice, r"microbatch 1: the graph of the loss was freed\. .*detach\(\) it"),
         (
@@ -90,21 +96,26 @@ def test_what_torch_refuses_is_reported_in_words_of_the_task(task: type[rs.Task]
     assert re.search(words, text), text
 
 
+TOGETHER: dict[type[rs.Task], str] = {
+    programs.Submodule: rf"Submodule\.loss in step 1, microbatch \d: {_OUTSIDE}",
+    programs.GradientPenalty: r"not gathered for its backward\. A gradient of a gradient \(create_graph=True\)",
+    programs.TwoBackwards: r"a gradient of the parameters of .* do not call backward\(\) in it",
+}
+
+
 @pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        (programs.Submodule, rf"Submodule\.loss in step 1, microbatch \d: {_OUTSIDE}"),
-        (programs.GradientPenalty, r"not gathered for its backward\. A gradient of a gradient \(create_graph=True\)"),
-        (programs.TwoBackwards, r"a gradient of the parameters of .* do not call backward\(\) in it"),
-    ],
+    ("task", "workers"),
+    tried_each_time(
+        [(programs.GradientPenalty, 2), (programs.TwoBackwards, 1)], [(task, n) for task in TOGETHER for n in (1, 2)]
+    ),
 )
-def test_workers_that_fail_together_end_in_one_message(task: type[rs.Task], words: str) -> None:
-    text = message_of(task(), 2)
+def test_workers_that_fail_together_end_in_one_message(task: type[rs.Task], workers: int) -> None:
+    text, words = message_of(task(), workers), TOGETHER[task]
     assert re.search(words, text), text
     assert text.count("torch's own words") <= 1
 
 
-@pytest.mark.parametrize("workers", tried_each_time([2], [1, 2]))
+@pytest.mark.parametrize("workers", tried_each_time([1], [1, 2]))
 def test_a_backward_that_comes_to_no_unit_is_refused_in_fast_mode_too(workers: int) -> None:
     engine = rs.EngineConfig(reduction="fast")
     assert "The model returns a Bare" in message_of(programs.RootObject(), workers, engine=engine)

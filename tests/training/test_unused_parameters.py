@@ -188,12 +188,13 @@ def assert_as_in_plain_torch(outcome: Outcome, task: Conditional) -> None:
     assert sizes["zeroed"] < untouched["zeroed"], "a gradient of zeros is one: it decays"
 
 
-@pytest.mark.parametrize("make", [adamw, momentum])
+@pytest.mark.parametrize("make", tried_each_time([adamw], [adamw, momentum]))
 def test_what_no_microbatch_used_is_left_alone_as_in_plain_torch(make: Any) -> None:
     task = Conditional(make)
     assert_as_in_plain_torch(reference() if make is adamw else trained(1, task=task), task)
 
 
+@pytest.mark.long  # in the test below three workers do the first three steps
 def test_three_workers_one_of_which_computes_what_does_not_count_leave_the_same_alone() -> None:
     """The uncounted worker computes on the samples of step 1 in every step; they use weights that the others do not use
     in the steps 2 and 4."""
@@ -206,12 +207,12 @@ def test_a_worker_may_be_lost_in_the_step_that_uses_a_parameter_first(phase: str
     assert_same(trained(3, kills=[(worker, 3, phase)]), reference())
 
 
-class Slow(Marked):
+class Slow(Conditional):
     """Slow enough that a worker that is ready joins while there are steps left."""
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        time.sleep(0.03)
-        return super().__getitem__(index)
+    def lr_scale(self, step: int) -> float:
+        time.sleep(0.1)
+        return super().lr_scale(step)
 
 
 class Unmarked(Marked):
@@ -237,18 +238,18 @@ def test_a_worker_without_a_microbatch_presumes_the_parameters_of_the_step_befor
     """In the first step it presumes all, and some are never used: that step alone has a second sum."""
     noted = tmp_path / "sums"
     data = Unmarked()
-    trained(3, data=[data[index] for index in range(SAMPLES)], prepare=partial(note_second_sums, str(noted)))
+    trained(3, data=[data[index] for index in range(SAMPLES)], steps=2, prepare=partial(note_second_sums, str(noted)))
     assert noted.read_text().split() == ["second"] * 3
 
 
 def test_a_worker_may_join_just_after_the_step_that_uses_a_parameter_first() -> None:
     wait = Fault(worker=WorkerId(0), step=4, phase="forward", kind="wait", until=WorkerId(3))
     engine = rs.EngineConfig(prepare_changes=False)
-    outcome = trained(3, kills=[(1, 1, "data")], faults=[wait], data=Slow(), steps=8, engine=engine)
+    outcome = trained(3, kills=[(1, 1, "data")], faults=[wait], task=Slow(), steps=7, engine=engine)
     workers = [fields["workers"] for fields in outcome.of("step")]
     assert 2 in workers
     assert workers[-1] == 3, "worker 3 was ready in step 4"
-    assert_same(outcome, trained(1, steps=8))
+    assert_same(outcome, trained(1, steps=7))
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -266,7 +267,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", tried_each_time(["added locally", "parity"], list(SETTINGS)))
+@pytest.mark.parametrize("name", tried_each_time(["added locally"], list(SETTINGS)))
 def test_it_is_the_same_however_the_state_lies(name: str) -> None:
     settings = {"workers": 3, **SETTINGS[name]}
     assert_same(trained(**settings), reference())
