@@ -11,6 +11,7 @@ from torch import nn
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
+from tests.cases import tried_each_time
 from tests.session.loops import MICROBATCHES, Loop, by_task, run
 from tests.session.test_objects import Counting
 from tests.training.harness import SEQUENCE, train
@@ -19,7 +20,10 @@ pytestmark = pytest.mark.procs
 STEPS = 4
 
 
-@pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
+SETTINGS = [{"activation_checkpointing": True}, {"reshard_after_forward": False}]
+
+
+@pytest.mark.parametrize("settings", tried_each_time(SETTINGS[:1], SETTINGS))
 def test_settings_of_the_engine_change_no_bit_and_a_loss_none_of_the_objects(
     tmp_path: Path, settings: dict[str, bool]
 ) -> None:
@@ -56,6 +60,7 @@ class Sampling(Loop):
         session.log(token=int(tokens[0, -1]))
 
 
+@pytest.mark.long  # `test_lost_changes.py` has one there
 def test_a_forward_of_ones_own_behind_the_optimizers_step_changes_no_bit() -> None:
     outcome = run(2, Sampling(), kills=[(1, 3, "forward")], steps=STEPS)
     assert outcome.fingerprint == by_task(STEPS).fingerprint
