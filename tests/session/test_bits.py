@@ -24,7 +24,17 @@ from raysharded.task import TrainFunction
 from raysharded.testing.faults import PHASES
 from tests.cases import tried_each_time
 from tests.session.loops import MICROBATCHES, STEPS, Average, Loop, by_task, compute, optimizer_of, run
-from tests.training.harness import Gpt, GptTask, Outcome, TwoBlocksTask, make_driver, make_limits, train
+from tests.training.harness import (
+    Gpt,
+    GptTask,
+    Outcome,
+    Small,
+    SmallTask,
+    TwoBlocksTask,
+    make_driver,
+    make_limits,
+    train,
+)
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
 from tests.training.test_generations import eventually
 from tests.training.test_leaving import Seen, a_job, drive
@@ -303,7 +313,7 @@ class Unscheduled:
         self._notes = notes
 
     def __call__(self, session: Session) -> None:
-        model = session.build(Gpt)
+        model = session.build(Small)
         optimizer = optimizer_of(model)
         session.shard(model, optimizer)
         for step in session.steps():
@@ -315,7 +325,7 @@ class Unscheduled:
                 file.write(f"{[group['lr'] for group in optimizer.param_groups]}\n")
 
 
-class Scaled(GptTask):
+class Scaled(SmallTask):
     """Has the factors of another run as its schedule."""
 
     max_grad_norm = None

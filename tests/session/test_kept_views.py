@@ -71,7 +71,7 @@ def test_views_that_are_kept_over_a_change_of_the_workers_are_remarked_once(take
     "loop",
     [
         Keeping(detached, anew=True),
-        Keeping(itself),
+        pytest.param(Keeping(itself), marks=pytest.mark.long),
         pytest.param(Keeping(copied), marks=pytest.mark.long),
         pytest.param(Acting(updates), marks=pytest.mark.long),
         pytest.param(Loop(), marks=pytest.mark.long),

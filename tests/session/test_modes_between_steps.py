@@ -26,7 +26,6 @@ from raysharded.actors.shards.store import ShardStore
 from raysharded.ids import WorkerId
 from raysharded.task import TrainFunction
 from raysharded.testing import Fault
-from tests.cases import tried_each_time
 from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, run
 from tests.training.harness import Gpt, Outcome, make_driver, make_limits
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
@@ -122,7 +121,8 @@ def alone_ahead() -> Outcome:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("others", tried_each_time([{"losses": 1}], [{"kills": [(1, 1, "snapshot")]}, {"losses": 1}]))
+@pytest.mark.long  # a mode that is set between two steps, and one ahead of them without processes, are tried each time
+@pytest.mark.parametrize("others", [{"kills": [(1, 1, "snapshot")]}, {"losses": 1}], ids=["in the step", "ahead"])
 def test_a_mode_that_is_set_ahead_of_the_first_step_outlives_a_loss(others: dict[str, Any]) -> None:
     found = run(2, Ahead(dies="losses" in others), steps=3, **others)
     assert found.of("worker_lost")

@@ -391,6 +391,7 @@ def draws_late(*, session: Session, step: UserStep, **_: Any) -> float:
     return 1.0 if step.number < 3 else 1 + torch.rand((), generator=session.generator("late")).item()
 
 
+@pytest.mark.long  # a held-out loss makes one each time: tests/session/test_proven_evaluations.py
 def test_a_generator_that_is_made_late_draws_the_same_everywhere() -> None:
     one = run(1, Acting(body=draws_late), steps=STEPS)
     assert run(2, Acting(body=draws_late), kills=[(1, 4, "forward")], steps=STEPS).bits == one.bits
@@ -402,7 +403,8 @@ class Saving(Loop):
             session.save()
 
 
-@pytest.mark.parametrize("kill", tried_each_time([(1, 3, "snapshot")], [(1, 4, "forward"), (1, 3, "snapshot")]))
+@pytest.mark.long  # one of a step that is done again is tried each time: tests/session/test_in_a_step.py
+@pytest.mark.parametrize("kill", [(1, 4, "forward"), (1, 3, "snapshot")])
 def test_a_checkpoint_that_was_requested_outlives_a_kill(kill: tuple[int, int, str]) -> None:
     """With a kill in its snapshot step 3 is done again, and requests it again."""
     found = run(2, Saving(), kills=[kill], steps=5)
