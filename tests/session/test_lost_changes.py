@@ -506,8 +506,8 @@ STALE = ["computed", "applied", "evaluated"]
 
 
 class Stale(OwnForward):
-    """In a step that is not proven, another forward gathers the weights, and then they change. Each of `places` has a
-    step of its own, from step 4 on."""
+    """In a step that is not proven, another forward gathers the weights, and then they change. Each of `places` has
+    another step, from step 4 on."""
 
     def __init__(self, places: list[str]) -> None:
         super().__init__("")

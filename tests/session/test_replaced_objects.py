@@ -183,7 +183,7 @@ BEFORE_A_RELEASE = [
     (Acting(outside=replaces), 1, r"step 4: 'norm\.weight', a parameter of the model or a layer, was replaced"),
     (Acting(outside=assigns), 1, r"parameters changed between step 3 and the next"),
 ]
-"""What others change at another place."""
+"""Changes that others make at another place."""
 
 
 @pytest.mark.parametrize(("loop", "workers", "told"), tried_each_time(OTHERS, [*OTHERS, *BEFORE_A_RELEASE]))
