@@ -11,7 +11,6 @@ from torch import nn
 import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
-from tests.cases import tried_each_time
 from tests.session.loops import MICROBATCHES, Loop, by_task, run
 from tests.session.test_objects import Counting
 from tests.training.harness import SEQUENCE, train
@@ -20,10 +19,8 @@ pytestmark = pytest.mark.procs
 STEPS = 4
 
 
-SETTINGS = [{"activation_checkpointing": True}, {"reshard_after_forward": False}]
-
-
-@pytest.mark.parametrize("settings", tried_each_time(SETTINGS[:1], SETTINGS))
+@pytest.mark.long  # both are tried with tasks, and a loop's objects without them, each time
+@pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
 def test_settings_of_the_engine_change_no_bit_and_a_loss_none_of_the_objects(
     tmp_path: Path, settings: dict[str, bool]
 ) -> None:

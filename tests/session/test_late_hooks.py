@@ -16,7 +16,7 @@ from tests.cases import tried_each_time
 from tests.session.loops import Loop, compute, optimizer_of, run
 from tests.training.harness import Gpt
 
-STEPS = 3
+STEPS = 2
 
 
 def shrinks(optimizer: torch.optim.Optimizer, *_: object) -> None:

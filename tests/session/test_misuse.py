@@ -386,6 +386,14 @@ AT_THEIR_CALL = {
     "schedules by the number of workers",
     "enters again",
 }
+OF_OTHERS = {
+    "logs early": r"step\.metrics is known once all workers have computed",
+    "logs a metric": r"session\.log\(accuracy=\.\.\.\): the step has a metric of this name",
+    "logs text": r"was given a str; give a number",
+    "forward ahead of the microbatches": r":\d+: a forward of the model came ahead of the microbatches\.",
+    "evaluates ahead of the update": r"session\.evaluate\(\) belongs into `with step:`, behind optimizer\.step",
+    "evaluates nothing": r":\d+: session\.evaluate\(num_samples=0\): give 1 or more",
+}
 """Mistakes whose call raises, which one run makes each time. Alone they are tried before a release."""
 
 
@@ -449,16 +457,28 @@ class Refused:
                     _ = step.loss
                 with refused("clips first"):
                     step.clip_grad_norm_(0.7)
+                with refused("logs early"):
+                    session.log(early=1.0)
+                with refused("forward ahead of the microbatches"):
+                    model(torch.zeros(1, 8, dtype=torch.int64))
                 for batch in step.microbatches():
                     compute(step, model, batch)
                 with refused("two loops"):
                     list(step.microbatches())
                 with refused("clips to -1.0"):
                     step.clip_grad_norm_(-1.0)
+                with refused("evaluates ahead of the update"):
+                    session.evaluate(lambda batch: model(batch[:, :-1]).sum(), Tokens(4))
                 step.clip_grad_norm_(0.7)
                 optimizer.step()
                 with refused("two steps"):
                     optimizer.step()
+                with refused("logs a metric"):
+                    session.log(accuracy=1.0)
+                with refused("logs text"):
+                    session.log(name="text")  # type: ignore[arg-type]
+                with refused("evaluates nothing"):
+                    session.evaluate(lambda batch: model(batch[:, :-1]).sum(), Tokens(4), num_samples=0)
                 with refused("adds up in a step"):
                     dist.all_reduce(torch.ones(1))
                 with refused("schedules by the number of workers"):
@@ -471,11 +491,10 @@ class Refused:
 @pytest.mark.procs
 def test_mistakes_that_their_call_refuses_are_named_and_leave_the_run_alone(tmp_path: Path) -> None:
     assert run(1, Refused(tmp_path), steps=4).bits == by_task(4).bits
-    assert {file.name for file in tmp_path.iterdir()} == AT_THEIR_CALL
-    for kind, _, error, sentence in MISTAKES:
-        if kind in AT_THEIR_CALL:
-            assert error is TaskError
-            assert re.search(sentence, (tmp_path / kind).read_text(encoding="utf-8")), kind
+    sentences = {kind: sentence for kind, _, _, sentence in MISTAKES if kind in AT_THEIR_CALL} | OF_OTHERS
+    assert {file.name for file in tmp_path.iterdir()} == sentences.keys() == AT_THEIR_CALL | OF_OTHERS.keys()
+    for kind, sentence in sentences.items():
+        assert re.search(sentence, (tmp_path / kind).read_text(encoding="utf-8")), kind
 
 
 BEFORE_A_RELEASE = AT_THEIR_CALL | {
@@ -485,6 +504,7 @@ BEFORE_A_RELEASE = AT_THEIR_CALL | {
     "adds up between steps",
     "rank's own schedule",
     "rank's own decay in a hook",
+    "rank's own state",
     "changes a gradient",
     "grows",
     "schedule behind shard",

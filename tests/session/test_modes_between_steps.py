@@ -153,6 +153,7 @@ def frozen_gpt() -> nn.Module:
 
 
 @pytest.mark.procs
+@pytest.mark.long  # the state of such a part is restored without processes each time
 def test_a_resumed_run_trains_a_part_that_the_loop_has_put_in_train_mode(tmp_path: Path) -> None:
     job = small_job(f"{tmp_path}/run", task=TrainFunction(Unfreezing()), steps=2)
     make_driver(job, make_limits(job, 1), Listening()).run()
