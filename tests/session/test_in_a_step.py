@@ -82,25 +82,27 @@ class Logging(Loop):
 
 
 class LoggingAndSaving(Loop):
-    """Logs two numbers in each step, and requests a checkpoint as step 3 begins."""
+    """Logs two numbers in each step, and requests a checkpoint behind the update of step 2 and as step 5 begins."""
 
     def entered(self, session: Session, step: UserStep) -> None:
-        if step.number == 3:
+        if step.number == 5:
             session.save()
 
     def applied(self, session: Session, step: UserStep, *_: object) -> None:
         session.log(double=2 * step.number, loss_again=step.loss)
+        if step.number == 2:
+            session.save()
 
 
 def test_a_logged_number_is_in_the_journal_once_for_each_step() -> None:
-    """A checkpoint that the loop requests is of the step that begins. It is done again, and requests it again."""
-    outcome = run(2, LoggingAndSaving(), kills=[(1, 3, "backward")], steps=STEPS)
+    """A checkpoint that the loop requests is of the step that begins, or of the next. That one is done again here."""
+    outcome = run(2, LoggingAndSaving(), kills=[(1, 3, "backward")], steps=6)
     logged = [numbers["metrics"] for numbers in outcome.numbers]
     for numbers, metrics in zip(outcome.numbers, logged, strict=True):
         assert metrics.pop("double") == 2 * numbers["step"]
         assert metrics.pop("loss_again") == numbers["loss"]
-    assert [fields["step"] for fields in outcome.of("checkpoint")] == [3, STEPS]
-    assert outcome.bits == by_task(STEPS).bits
+    assert [fields["step"] for fields in outcome.of("checkpoint")] == [3, 5, 6]
+    assert outcome.bits == by_task(6).bits
 
 
 def logs_its_rank(session: Session, step: UserStep) -> None:

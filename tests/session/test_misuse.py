@@ -27,7 +27,7 @@ from raysharded.task import TrainFunction
 from tests.cases import tried_each_time
 from tests.session import loops
 from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, run, schedule
-from tests.training.harness import Gpt, Tokens
+from tests.training.harness import Gpt, Tokens, samples
 
 STEPS = 3
 NORMS = {"-1.0": -1.0, "0.0": 0.0, "nan": math.nan}
@@ -413,7 +413,7 @@ class Refused:
             raise AssertionError(f"{kind}: no error")
 
     def __call__(self, session: Session) -> None:
-        refused = self._refused
+        refused, few = self._refused, samples()[:4]
         with refused("rank before shard"):
             _ = session.rank
         with refused("makes a group"):
@@ -442,7 +442,7 @@ class Refused:
         with refused("shards twice"):
             session.shard(model, optimizer)
         with refused("evaluates before a step"):
-            session.evaluate(lambda batch: model(batch[:, :-1]).sum(), Tokens(4))
+            session.evaluate(lambda batch: model(batch[:, :-1]).sum(), few)
         with refused("forward before a step"):
             _ = session.rank, model(torch.zeros(1, 8, dtype=torch.int64))
         for step in session.steps():
@@ -468,7 +468,7 @@ class Refused:
                 with refused("clips to -1.0"):
                     step.clip_grad_norm_(-1.0)
                 with refused("evaluates ahead of the update"):
-                    session.evaluate(lambda batch: model(batch[:, :-1]).sum(), Tokens(4))
+                    session.evaluate(lambda batch: model(batch[:, :-1]).sum(), few)
                 step.clip_grad_norm_(0.7)
                 optimizer.step()
                 with refused("two steps"):
@@ -478,7 +478,7 @@ class Refused:
                 with refused("logs text"):
                     session.log(name="text")  # type: ignore[arg-type]
                 with refused("evaluates nothing"):
-                    session.evaluate(lambda batch: model(batch[:, :-1]).sum(), Tokens(4), num_samples=0)
+                    session.evaluate(lambda batch: model(batch[:, :-1]).sum(), few, num_samples=0)
                 with refused("adds up in a step"):
                     dist.all_reduce(torch.ones(1))
                 with refused("schedules by the number of workers"):
