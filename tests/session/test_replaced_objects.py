@@ -68,7 +68,7 @@ class Acting:
                 self._outside(step=step, **objects)
 
 
-STEPS = 4
+STEPS = 5
 
 
 @cache
@@ -165,13 +165,13 @@ def adds_a_group(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) 
 
 
 def evaluates_on_one(*, session: Session, step: UserStep, model: Any, **_: Any) -> None:
-    """Step 4 is not proven."""
-    if step.number == 3 and session.rank == 1:
+    """Step 5 is not proven."""
+    if step.number == 4 and session.rank == 1:
         model.eval()
 
 
 OTHERS = [
-    (Acting(outside=evaluates_on_one), 2, r"step 4: .*modes.* differ between workers: .* worker 1 modes\[0\] = ''"),
+    (Acting(outside=evaluates_on_one), 2, r"step 5: .*modes.* differ between workers: .* worker 1 modes\[0\] = ''"),
     (Acting(replaces_a_layer), 1, r"step 3: 'norm', a parameter of the model or a layer, was replaced"),
     (Acting(clears), 1, r"entries of the optimizer's state of '.*' were deleted, as after optimizer\.state\.clear"),
     (Acting(outside=clears), 1, r"entries of the optimizer's state were dropped.* between step 3 and the next"),
@@ -242,7 +242,7 @@ def test_state_that_a_loop_keeps_beside_the_optimizers_own_is_refused(loop: Acti
 
 def restarts(*, step: UserStep, model: Any, optimizer: torch.optim.Optimizer, **_: Any) -> None:
     """Set the moments to 0 in place. Reading the state of another parameter makes an empty one."""
-    for state in list(optimizer.state.values()) if step.number == 3 else ():
+    for state in list(optimizer.state.values()) if step.number == 4 else ():
         if state:
             state["exp_avg"].zero_()
     assert not optimizer.state[nn.Parameter(torch.zeros(1))]
@@ -251,7 +251,7 @@ def restarts(*, step: UserStep, model: Any, optimizer: torch.optim.Optimizer, **
 def test_state_of_the_optimizer_may_be_changed_in_place_behind_its_step() -> None:
     plain = alone(restarts)
     assert plain.bits != alone().bits
-    assert run(2, Acting(restarts), kills=[(1, 4, "forward")], steps=STEPS).bits == plain.bits
+    assert run(2, Acting(restarts), kills=[(1, 5, "forward")], steps=STEPS).bits == plain.bits
     remarks = [text for fields in plain.of("step") for text in fields.get("remarks", ())]
     assert len([text for text in remarks if "changes the optimizer's state behind optimizer.step()" in text]) == 1
 
