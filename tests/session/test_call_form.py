@@ -147,8 +147,8 @@ class StepByStep:
 
 def test_a_loss_in_a_step_that_no_with_ends_calls_the_function_again() -> None:
     """The next generation used to wait for ever: the step's iterator held the lock of the task's code."""
-    outcome = run(2, StepByStep(steps=4), kills=[(1, 3, "backward")], steps=4)
-    assert outcome.fingerprint == by_task(4).fingerprint
+    outcome = run(2, StepByStep(steps=3), kills=[(1, 2, "backward")], steps=3)
+    assert outcome.fingerprint == by_task(3).fingerprint
     assert len(outcome.of("recovery")) == 1
 
 
