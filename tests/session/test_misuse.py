@@ -408,7 +408,8 @@ class Refused:
         try:
             yield
         except TaskError as error:
-            (self._folder / kind).write_text(str(error), encoding="utf-8")
+            with (self._folder / kind).open("a", encoding="utf-8") as file:
+                file.write(f"{error}\n")
         else:
             raise AssertionError(f"{kind}: no error")
 
