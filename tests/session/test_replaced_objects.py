@@ -93,10 +93,14 @@ def clamps(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> Non
                 param.data.clamp_(-0.1, 0.1)
 
 
-def test_values_that_are_assigned_to_the_optimizers_parameters_are_those_of_a_change_in_place() -> None:
+KILLED = [(1, STEPS, "forward")]
+
+
+@pytest.mark.parametrize("kills", tried_each_time([[]], [[], KILLED]))
+def test_values_that_are_assigned_to_the_optimizers_parameters_are_those_of_a_change_in_place(kills: Any) -> None:
     plain = alone(clamps)
     assert plain.bits != alone().bits
-    assert run(2, Acting(assigns), kills=[(1, 4, "forward")], steps=STEPS).bits == plain.bits
+    assert run(2, Acting(assigns), kills=kills, steps=STEPS).bits == plain.bits
 
 
 def replaces(*, step: UserStep, model: Any, **_: Any) -> None:
@@ -248,10 +252,11 @@ def restarts(*, step: UserStep, model: Any, optimizer: torch.optim.Optimizer, **
     assert not optimizer.state[nn.Parameter(torch.zeros(1))]
 
 
-def test_state_of_the_optimizer_may_be_changed_in_place_behind_its_step() -> None:
+@pytest.mark.parametrize("kills", tried_each_time([[]], [[], KILLED]))
+def test_state_of_the_optimizer_may_be_changed_in_place_behind_its_step(kills: Any) -> None:
     plain = alone(restarts)
     assert plain.bits != alone().bits
-    assert run(2, Acting(restarts), kills=[(1, 5, "forward")], steps=STEPS).bits == plain.bits
+    assert run(2, Acting(restarts), kills=kills, steps=STEPS).bits == plain.bits
     remarks = [text for fields in plain.of("step") for text in fields.get("remarks", ())]
     assert len([text for text in remarks if "changes the optimizer's state behind optimizer.step()" in text]) == 1
 
