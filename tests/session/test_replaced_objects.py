@@ -124,7 +124,7 @@ def loads_its_state(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: An
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-REPLACING = [
+REPLACING: list[tuple[Callable[..., None], str]] = [
     (freezes_by_a_group, r"step 3: requires_grad of '.*' was changed"),
     (moves, r"step 3: the optimizer has other groups, or another state"),
     (loads_its_state, r"step 3: .*as after load_state_dict\(\)"),
