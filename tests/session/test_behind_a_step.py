@@ -41,9 +41,17 @@ class Printing(Loop):
             file.write(f"{step.loss!r} {sorted(step.metrics)}\n")
 
 
-def test_lines_behind_the_with_can_read_a_step_that_was_undone(tmp_path: Path) -> None:
-    outcome = run(3, Printing(tmp_path), kills=[(1, 2, "snapshot"), (2, 3, "forward")], steps=STEPS)
-    assert outcome.bits == by_task(STEPS).bits
+@pytest.mark.parametrize(
+    ("workers", "kills"),
+    tried_each_time(
+        [(2, [(1, 3, "forward")])], [(2, [(1, 3, "forward")]), (3, [(1, 2, "snapshot"), (2, 3, "forward")])]
+    ),
+)
+def test_lines_behind_the_with_can_read_a_step_that_was_undone(
+    tmp_path: Path, workers: int, kills: list[tuple[int, int, str]]
+) -> None:
+    outcome = run(workers, Printing(tmp_path), kills=kills, steps=3)
+    assert outcome.bits == by_task(3).bits
     for number, loss in enumerate(outcome.losses, 1):
         lines = (tmp_path / f"{number} True").read_text().splitlines()
         assert set(lines) == {f"{loss!r} ['accuracy', 'logit']"}
@@ -83,11 +91,11 @@ class DiffersOnce(Loop):
         self._groups = optimizer.param_groups
 
 
-@pytest.mark.parametrize("phase", tried_each_time(["data", "agree"], ["data", "backward", "agree"]))
+@pytest.mark.parametrize("phase", tried_each_time(["agree"], ["data", "backward", "agree"]))
 def test_no_run_continues_from_a_step_whose_settings_were_not_compared(phase: str) -> None:
     """Settings of step 3 are compared while step 4 computes; a loss there may leave nobody with the result."""
     with pytest.raises(InexactError, match=r"step 3 is computed again.*with other settings|step 3:.* differ between"):
-        run(3, DiffersOnce(), kills=[(2, 4, phase)], steps=STEPS + 2)
+        run(3, DiffersOnce(), kills=[(2, 4, phase)], steps=STEPS + 1)
 
 
 def numbers() -> list[float]:
@@ -115,20 +123,20 @@ class Drawing(Evaluating):
 
 @cache
 def drawn_alone() -> Outcome:
-    return run(1, Drawing(), steps=STEPS)
+    return run(1, Drawing(), steps=3)
 
 
-@pytest.mark.parametrize("kills", tried_each_time([[(1, 3, "backward")]], [[], [(1, 3, "backward")]]))
+@pytest.mark.parametrize("kills", tried_each_time([[(1, 2, "backward")]], [[], [(1, 2, "backward")]]))
 def test_draws_of_the_process_outside_microbatches_do_not_depend_on_the_worker(
     kills: list[tuple[int, int, str]],
 ) -> None:
-    assert run(2, Drawing(), kills=kills, steps=STEPS).bits == drawn_alone().bits
+    assert run(2, Drawing(), kills=kills, steps=3).bits == drawn_alone().bits
 
 
 def test_draws_of_the_process_are_others_at_every_place() -> None:
     metrics = [numbers["metrics"] for numbers in drawn_alone().numbers]
     places = [f"{name}{place}" for name in ("early", "rest", "evaluated0", "evaluated1") for place in range(3)]
-    assert len({each[place] for each in metrics for place in places}) == STEPS * len(places)
+    assert len({each[place] for each in metrics for place in places}) == 3 * len(places)
 
 
 class Carrying(Loop):
@@ -146,7 +154,7 @@ class Carrying(Loop):
 
 
 def test_draws_behind_a_step_do_not_depend_on_the_worker() -> None:
-    assert run(2, Carrying(), steps=3).bits == run(1, Carrying(), steps=3).bits
+    assert run(2, Carrying(), steps=2).bits == run(1, Carrying(), steps=2).bits
 
 
 class Autocast:
@@ -180,14 +188,14 @@ def cast() -> torch.autocast:
 
 @cache
 def cast_in_the_body() -> Outcome:
-    return run(1, Autocast(is_around=False), steps=3)
+    return run(1, Autocast(is_around=False), steps=2)
 
 
 @pytest.mark.parametrize(
     ("workers", "kills"),
-    tried_each_time([(2, [(1, 2, "backward")])], [(1, []), (2, [(1, 2, "backward")]), (3, [(1, 2, "backward")])]),
+    tried_each_time([(1, [])], [(1, []), (2, [(1, 2, "backward")]), (3, [(1, 2, "backward")])]),
 )
 def test_autocast_around_a_step_has_the_bits_of_autocast_in_its_microbatches(
     workers: int, kills: list[tuple[int, int, str]]
 ) -> None:
-    assert run(workers, Autocast(is_around=True), steps=3, kills=kills).bits == cast_in_the_body().bits
+    assert run(workers, Autocast(is_around=True), steps=2, kills=kills).bits == cast_in_the_body().bits

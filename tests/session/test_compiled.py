@@ -19,6 +19,7 @@ pytestmark = pytest.mark.procs
 STEPS = 4
 
 
+@pytest.mark.long  # both are tried with tasks, and a loop's objects without them, each time
 @pytest.mark.parametrize("settings", [{"activation_checkpointing": True}, {"reshard_after_forward": False}], ids=str)
 def test_settings_of_the_engine_change_no_bit_and_a_loss_none_of_the_objects(
     tmp_path: Path, settings: dict[str, bool]
@@ -56,6 +57,7 @@ class Sampling(Loop):
         session.log(token=int(tokens[0, -1]))
 
 
+@pytest.mark.long  # `test_lost_changes.py` has one there
 def test_a_forward_of_ones_own_behind_the_optimizers_step_changes_no_bit() -> None:
     outcome = run(2, Sampling(), kills=[(1, 3, "forward")], steps=STEPS)
     assert outcome.fingerprint == by_task(STEPS).fingerprint

@@ -54,11 +54,11 @@ def drawn_alone() -> Outcome:
 TWO = [(1, 2, "backward"), (2, 3, "snapshot")]
 
 
-@pytest.mark.parametrize("kills", tried_each_time([TWO], [TWO, [], TWO[:1], TWO[1:]]))
+@pytest.mark.parametrize("kills", tried_each_time([TWO[:1]], [TWO, [], TWO[:1], TWO[1:]]))
 def test_generators_draw_the_same_at_every_size_and_again_in_a_step_that_is_done_again(
     kills: list[tuple[int, int, str]], drawn_alone: Outcome
 ) -> None:
-    assert run(3, Drawing(), kills=kills, steps=STEPS).bits == drawn_alone.bits
+    assert run(2 if len(kills) == 1 else 3, Drawing(), kills=kills, steps=STEPS).bits == drawn_alone.bits
 
 
 def test_generators_have_other_numbers_in_every_step_and_place(drawn_alone: Outcome) -> None:
@@ -81,16 +81,28 @@ class Logging(Loop):
             self._act(session, step)
 
 
-def logs_the_step(session: Session, step: UserStep) -> None:
-    session.log(double=2 * step.number, loss_again=step.loss)
+class LoggingAndSaving(Loop):
+    """Logs two numbers in each step, and requests a checkpoint behind the update of step 2 and as step 5 begins."""
+
+    def entered(self, session: Session, step: UserStep) -> None:
+        if step.number == 5:
+            session.save()
+
+    def applied(self, session: Session, step: UserStep, *_: object) -> None:
+        session.log(double=2 * step.number, loss_again=step.loss)
+        if step.number == 2:
+            session.save()
 
 
 def test_a_logged_number_is_in_the_journal_once_for_each_step() -> None:
-    outcome = run(2, Logging(logs_the_step), kills=[(1, 3, "backward")], steps=STEPS)
-    for numbers in outcome.numbers:
-        assert numbers["metrics"]["double"] == 2 * numbers["step"]
-        assert numbers["metrics"]["loss_again"] == numbers["loss"]
-    assert outcome.fingerprint == by_task(STEPS).fingerprint
+    """A checkpoint that the loop requests is of the step that begins, or of the next. That one is done again here."""
+    outcome = run(2, LoggingAndSaving(), kills=[(1, 3, "backward")], steps=6)
+    logged = [numbers["metrics"] for numbers in outcome.numbers]
+    for numbers, metrics in zip(outcome.numbers, logged, strict=True):
+        assert metrics.pop("double") == 2 * numbers["step"]
+        assert metrics.pop("loss_again") == numbers["loss"]
+    assert [fields["step"] for fields in outcome.of("checkpoint")] == [3, 5, 6]
+    assert outcome.bits == by_task(6).bits
 
 
 def logs_its_rank(session: Session, step: UserStep) -> None:
@@ -112,34 +124,21 @@ def logs_early(session: Session, step: UserStep) -> None:
 logs_early.enters = True  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize(
-    ("act", "workers", "error", "sentence"),
-    [
-        (logs_its_rank, 2, InexactError, r"worker 0 has log\.rank = 0\.0, worker 1 log\.rank = 1\.0"),
-        (logs_a_metric, 1, TaskError, r"session\.log\(accuracy=\.\.\.\): the step has a metric of this name"),
-        (logs_text, 1, TaskError, r"was given a str; give a number"),
-        (logs_early, 1, TaskError, r"step\.metrics is known once all workers have computed"),
-    ],
-)
+NOT_LOGGED = [
+    (logs_its_rank, 2, InexactError, r"worker 0 has log\.rank = 0\.0, worker 1 log\.rank = 1\.0"),
+    (logs_a_metric, 1, TaskError, r"session\.log\(accuracy=\.\.\.\): the step has a metric of this name"),
+    (logs_text, 1, TaskError, r"was given a str; give a number"),
+    (logs_early, 1, TaskError, r"step\.metrics is known once all workers have computed"),
+]
+"""`test_misuse.py` has all but the first in one run."""
+
+
+@pytest.mark.parametrize(("act", "workers", "error", "sentence"), tried_each_time(NOT_LOGGED[:1], NOT_LOGGED))
 def test_what_cannot_be_logged_is_refused(
     act: Callable[..., Any], workers: int, error: type[Exception], sentence: str
 ) -> None:
     with pytest.raises(error, match=sentence):
         run(workers, Logging(act), steps=STEPS)
-
-
-def saves_step_2(session: Session, step: UserStep) -> None:
-    if step.number == 2:
-        session.save()
-
-
-saves_step_2.enters = True  # type: ignore[attr-defined]
-
-
-def test_a_checkpoint_that_the_loop_requests_is_of_the_step_that_begins() -> None:
-    outcome = run(2, Logging(saves_step_2), steps=STEPS)
-    assert [fields["step"] for fields in outcome.of("checkpoint")] == [2, STEPS]
-    assert outcome.bits == by_task(STEPS).bits
 
 
 # -- evaluation --
@@ -172,7 +171,8 @@ BOTH = (3, [(1, 2, "snapshot"), (2, 4, "agree")])
 
 
 @pytest.mark.parametrize(
-    ("workers", "kills"), tried_each_time([BOTH], [BOTH, (1, []), (3, [(1, 2, "agree")]), (2, [(1, 2, "snapshot")])])
+    ("workers", "kills"),
+    tried_each_time([(1, [])], [BOTH, (1, []), (3, [(1, 2, "agree")]), (2, [(1, 2, "snapshot")])]),
 )
 def test_an_evaluation_in_the_loop_has_the_bits_of_a_tasks(workers: int, kills: list[tuple[int, int, str]]) -> None:
     assert all("evaluation" in numbers for numbers in evaluated_by_task().numbers[1::2])
@@ -232,10 +232,10 @@ def test_a_loops_collate_is_called_where_samples_are_read_with_the_same_bits(tmp
         folder = tmp_path / str(prefetch)
         folder.mkdir()
         engine = rs.EngineConfig(prefetch=prefetch)
-        found[prefetch] = run(1, Collating(folder), data=Tokens(), engine=engine, steps=STEPS).bits
+        found[prefetch] = run(1, Collating(folder), data=Tokens(), engine=engine, steps=2).bits
         worker = (folder / "worker").read_text()
         elsewhere = [len(file.read_text()) for file in folder.iterdir() if file.name not in ("worker", worker)]
-        assert sum(elsewhere) >= prefetch * (STEPS - 1) * MICROBATCHES
+        assert sum(elsewhere) >= prefetch * MICROBATCHES
         assert bool(elsewhere) == prefetch
     assert found[True] == found[False]
 
@@ -276,9 +276,9 @@ def test_a_loops_collate_that_depends_on_changing_state_is_refused_where_batches
 
 def test_without_prefetch_a_loops_collate_may_depend_on_registered_state() -> None:
     engine = rs.EngineConfig(prefetch=False)
-    alone = run(1, Advancing(), data=Tokens(), engine=engine, steps=STEPS)
-    kills = [(1, 4, "backward")]
-    assert run(2, Advancing(), data=Tokens(), engine=engine, kills=kills, steps=STEPS).bits == alone.bits
+    alone = run(1, Advancing(), engine=engine, steps=3)
+    kills = [(1, 3, "backward")]
+    assert run(2, Advancing(), engine=engine, kills=kills, steps=3).bits == alone.bits
 
 
 class Rarely(Evaluating):
@@ -304,15 +304,16 @@ class Outside(Evaluating):
         session.evaluate(self.loss, HELD_OUT)
 
 
-@pytest.mark.parametrize(
-    ("loop", "workers", "error", "sentence"),
-    [
-        (Rarely(), 2, InexactError, r"step 1: 1 of 2 workers call session\.evaluate, and the others do not"),
-        (Nothing(), 1, TaskError, r":\d+: session\.evaluate\(num_samples=0\): give 1 or more"),
-        (Early(), 1, TaskError, r"session\.evaluate\(\) belongs into `with step:`, behind optimizer\.step"),
-        (Outside(), 1, TaskError, r"session\.evaluate\(\) belongs into `with step:`"),
-    ],
-)
+ELSEWHERE = [
+    (Rarely(), 2, InexactError, r"step 1: 1 of 2 workers call session\.evaluate, and the others do not"),
+    (Nothing(), 1, TaskError, r":\d+: session\.evaluate\(num_samples=0\): give 1 or more"),
+    (Early(), 1, TaskError, r"session\.evaluate\(\) belongs into `with step:`, behind optimizer\.step"),
+    (Outside(), 1, TaskError, r"session\.evaluate\(\) belongs into `with step:`"),
+]
+"""`test_misuse.py` has all but the first in one run."""
+
+
+@pytest.mark.parametrize(("loop", "workers", "error", "sentence"), tried_each_time(ELSEWHERE[:1], ELSEWHERE))
 def test_an_evaluation_at_another_place_is_refused(
     loop: Loop, workers: int, error: type[Exception], sentence: str
 ) -> None:
@@ -323,6 +324,7 @@ def test_an_evaluation_at_another_place_is_refused(
 # -- the checks of a task's step, which yield more microbatches to the same body --
 
 
+@pytest.mark.long  # the proof of a first step has a body compute more microbatches each time; audits, those of tasks
 def test_an_audit_names_the_worker_that_computes_wrong_numbers_and_changes_no_bit() -> None:
     fault = Fault(worker=WorkerId(1), step=2, phase="backward", kind="corrupt")
     engine = rs.EngineConfig(audit_every_steps=1)
@@ -358,12 +360,12 @@ class Diverging:
 
 def test_a_number_that_is_not_finite_ends_the_run_with_its_microbatch() -> None:
     with pytest.raises(NonFiniteLoss, match=r"step 2: .*microbatch 1\)"):
-        run(2, Diverging(), steps=STEPS)
+        run(1, Diverging(), steps=STEPS)
 
 
 def test_a_step_that_is_left_out_is_counted_by_the_schedule_and_changes_nothing() -> None:
-    outcome = run(2, Diverging(), steps=STEPS, on_non_finite="skip")
-    assert [numbers.get("skipped", False) for numbers in outcome.numbers] == [False, True, False, False]
-    assert [numbers["lr"] for numbers in outcome.numbers] == [0.01, 0.005, 0.0025, 0.00125]
-    alone = run(1, Diverging(), steps=STEPS, on_non_finite="skip")
+    outcome = run(2, Diverging(), steps=3, on_non_finite="skip")
+    assert [numbers.get("skipped", False) for numbers in outcome.numbers] == [False, True, False]
+    assert [numbers["lr"] for numbers in outcome.numbers] == [0.01, 0.005, 0.0025]
+    alone = run(1, Diverging(), steps=3, on_non_finite="skip")
     assert alone.bits == outcome.bits

@@ -59,9 +59,9 @@ def remarks(outcome: Outcome) -> list[str]:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("take", [local, detached])
+@pytest.mark.parametrize("take", tried_each_time([detached], [local, detached]))
 def test_views_that_are_kept_over_a_change_of_the_workers_are_remarked_once(take: Any) -> None:
-    (sentence,) = remarks(run(2, Keeping(take), kills=[(1, 2, "forward")], steps=5))
+    (sentence,) = remarks(run(2, Keeping(take), kills=[(1, 2, "forward")], steps=4))
     assert "a view of 'embedding.weight', such as" in sentence
     assert "take it from model.parameters() in each step" in sentence
 
@@ -71,9 +71,9 @@ def test_views_that_are_kept_over_a_change_of_the_workers_are_remarked_once(take
     "loop",
     [
         Keeping(detached, anew=True),
-        Keeping(itself),
-        Keeping(copied),
-        Acting(updates),
+        pytest.param(Keeping(itself), marks=pytest.mark.long),
+        pytest.param(Keeping(copied), marks=pytest.mark.long),
+        pytest.param(Acting(updates), marks=pytest.mark.long),
         pytest.param(Loop(), marks=pytest.mark.long),
     ],
     ids=["anew", "parameters", "copies", "average", "nothing"],

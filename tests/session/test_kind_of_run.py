@@ -32,15 +32,15 @@ def begun_and_continued(url: str, *parts: tuple[rs.Task, int]) -> Mapping[int, M
 def test_a_loops_run_is_not_continued_by_a_task(tmp_path: Path) -> None:
     loop = TrainFunction(Loop())
     with pytest.raises(
-        CheckpointError, match=r"step 2 was trained by a loop, .* Continue with that loop \(train_fn=\)"
+        CheckpointError, match=r"step 1 was trained by a loop, .* Continue with that loop \(train_fn=\)"
     ):
-        begun_and_continued(f"{tmp_path}/run", (loop, 2), (GptTask(), 3))
-    assert begun_and_continued(f"{tmp_path}/run", (loop, 3)).keys() == {3}
+        begun_and_continued(f"{tmp_path}/run", (loop, 1), (GptTask(), 2))
+    assert begun_and_continued(f"{tmp_path}/run", (loop, 2)).keys() == {2}
 
 
 def test_a_tasks_run_is_not_continued_by_a_loop(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match="step 2 has no state of a session: it was trained with a Task"):
-        begun_and_continued(f"{tmp_path}/run", (GptTask(), 2), (TrainFunction(Loop()), 3))
+    with pytest.raises(CheckpointError, match="step 1 has no state of a session: it was trained with a Task"):
+        begun_and_continued(f"{tmp_path}/run", (GptTask(), 1), (TrainFunction(Loop()), 2))
 
 
 def test_a_task_begins_with_the_weights_of_a_loops_run(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, r
 from tests.training.harness import Gpt, Outcome, make_driver, make_limits
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
 
-STEPS, JOIN_STEPS = 6, 12
+STEPS, JOIN_STEPS = 5, 8
 _WAIT_S, _LOOK_UP_S = 60.0, 0.01
 
 
@@ -87,10 +87,10 @@ class Evaluating(Keeping):
 
 @pytest.mark.procs
 def test_a_mode_that_is_set_as_a_worker_dies_between_two_steps_stays() -> None:
-    found = run(2, Evaluating(dies=True), losses=1)
+    found = run(2, Evaluating(dies=True), losses=1, steps=STEPS)
     assert [(fields["step"], len(fields["members"])) for fields in found.of("generation")] == [(0, 2), (3, 1)]
-    assert found.bits == run(1, Evaluating()).bits
-    assert found.bits != by_task().bits
+    assert found.bits == run(1, Evaluating(), steps=STEPS).bits
+    assert found.bits != by_task(STEPS).bits
 
 
 class Ahead:
@@ -117,13 +117,14 @@ class Ahead:
 
 @cache
 def alone_ahead() -> Outcome:
-    return run(1, Ahead())
+    return run(1, Ahead(), steps=3)
 
 
 @pytest.mark.procs
+@pytest.mark.long  # a mode that is set between two steps, and one ahead of them without processes, are tried each time
 @pytest.mark.parametrize("others", [{"kills": [(1, 1, "snapshot")]}, {"losses": 1}], ids=["in the step", "ahead"])
 def test_a_mode_that_is_set_ahead_of_the_first_step_outlives_a_loss(others: dict[str, Any]) -> None:
-    found = run(2, Ahead(dies="losses" in others), **others)
+    found = run(2, Ahead(dies="losses" in others), steps=3, **others)
     assert found.of("worker_lost")
     assert found.bits == alone_ahead().bits
 
@@ -152,11 +153,12 @@ def frozen_gpt() -> nn.Module:
 
 
 @pytest.mark.procs
+@pytest.mark.long  # the state of such a part is restored without processes each time
 def test_a_resumed_run_trains_a_part_that_the_loop_has_put_in_train_mode(tmp_path: Path) -> None:
-    job = small_job(f"{tmp_path}/run", task=TrainFunction(Unfreezing()), steps=3)
+    job = small_job(f"{tmp_path}/run", task=TrainFunction(Unfreezing()), steps=2)
     make_driver(job, make_limits(job, 1), Listening()).run()
-    state, _ = resume(job.run_url, 1, steps=STEPS, task=TrainFunction(Unfreezing()))
-    assert fingerprint(state) == run(1, Unfreezing()).fingerprint
+    state, _ = resume(job.run_url, 1, steps=3, task=TrainFunction(Unfreezing()))
+    assert fingerprint(state) == run(1, Unfreezing(), steps=3).fingerprint
 
 
 # -- without processes --

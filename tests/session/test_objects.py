@@ -21,7 +21,7 @@ from raysharded.actors.step.engine import Engine
 from raysharded.driver.driver import Driver
 from raysharded.task import TrainFunction
 from tests.cases import tried_each_time
-from tests.session.loops import STEPS, Loop, by_task, run
+from tests.session.loops import Loop, by_task, run
 from tests.session.test_replaced_objects import Acting, updates
 from tests.training.harness import make_limits
 from tests.training.test_leaving import Seen, a_job, drive
@@ -91,30 +91,33 @@ class Counting(Loop):
 
 
 PHASES = ("forward", "backward", "agree", "apply", "snapshot")
-PAIRS = [("forward", "backward"), ("agree", "apply"), ("snapshot", "forward")]
+PAIRS = [("backward", "apply"), ("forward", "backward"), ("agree", "apply"), ("snapshot", "forward")]
 
 
-@pytest.mark.parametrize(("first", "second"), tried_each_time(PAIRS, [*PAIRS, *((phase, phase) for phase in PHASES)]))
+@pytest.mark.parametrize(
+    ("first", "second"), tried_each_time(PAIRS[:1], [*PAIRS, *((phase, phase) for phase in PHASES)])
+)
 def test_after_a_loss_all_objects_are_the_same_and_none_of_the_generation_before_is_alive(
     tmp_path: Path, first: str, second: str
 ) -> None:
-    assert run(3, Counting(tmp_path), kills=[(1, 2, first), (2, 4, second)]).bits == by_task().bits
+    kills = [(1, 2, first), (2, 3, second)]
+    assert run(3, Counting(tmp_path), kills=kills, steps=4).bits == by_task(4).bits
     assert set((tmp_path / "older").read_text().split()) == {"0"}
     assert set((tmp_path / "older in the second microbatch").read_text().split()) == {"0"}
     assert set((tmp_path / "calls").read_text().split()) == {"0"}  # a hook is called once for each forward
     processes = [file.read_text().split() for file in tmp_path.glob("ids of *")]
-    assert max(map(len, processes)) >= STEPS
+    assert max(map(len, processes)) >= 4
     assert all(len(set(ids)) == 1 for ids in processes)
 
 
-@pytest.mark.parametrize("phase", ["forward", "apply"])
+@pytest.mark.parametrize("phase", tried_each_time(["forward"], ["forward", "apply"]))
 def test_an_aborted_generation_is_freed_before_the_next_one_of_a_loop_gets_its_memory(
     tmp_path: Path, phase: str
 ) -> None:
     """As that of a task: `tests/training/test_same_objects.py`. The loop has registered tensors, too."""
     file = tmp_path / "older"
-    run(3, Acting(updates), steps=3, kills=[(1, 2, phase)], prepare=partial(count_older, file))
-    assert len(file.read_text().split()) >= 5
+    run(2, Acting(updates), steps=3, kills=[(1, 2, phase)], prepare=partial(count_older, file))
+    assert len(file.read_text().split()) >= 3
     assert set(file.read_text().split()) == {"0"}
 
 
@@ -154,15 +157,15 @@ def test_survivors_keep_all_objects_when_a_spare_takes_the_lost_place(tmp_path: 
     job, pids = replace(a_job(tmp_path), task=TrainFunction(Counting(tmp_path))), dict[int, int]()
 
     def act(driver: Driver, seen: Seen) -> None:
-        seen.wait(lambda s: len(s.of("worker_ready")) == 4)
+        seen.wait(lambda s: len(s.of("worker_ready")) == 3)
         pids.update({worker: driver.state.facts[worker].pid for worker in driver.state.members})
         os.kill(pids[driver.state.members[1]], signal.SIGKILL)
         seen.wait(lambda s: s.of("recovery"))
 
-    _, seen = drive(job, make_limits(job, 3, min_workers=1, max_worker_losses=1, spares=1), act)
+    _, seen = drive(job, make_limits(job, 2, min_workers=1, max_worker_losses=1, spares=1), act)
     first, second = seen.of("generation")
     kept = [now for now, before in zip(second["members"], first["members"], strict=True) if now == before]
-    assert kept == [first["members"][0], first["members"][2]]
+    assert kept == [first["members"][0]]
     for worker in kept:
         ids = (tmp_path / f"ids of {pids[worker]}").read_text().split()
         assert len(ids) > second["step"], "steps of both generations"

@@ -19,10 +19,10 @@ from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import InexactError, RayshardedError
 from tests.cases import tried_each_time
 from tests.session.loops import Average, Loop, by_task, run
-from tests.training.harness import GptTask, Tokens, train
+from tests.training.harness import GptTask, Tokens, samples, train
 
 pytestmark = pytest.mark.procs
-HELD_OUT = Tokens(11)
+HELD_OUT = samples()[:11]
 
 
 class Drawing(Tokens):
@@ -54,7 +54,7 @@ class Longer(Tokens):
         return 8 + 4 * self._rank
 
 
-def held_out(session: Session) -> Tokens:
+def held_out(session: Session) -> list[Any]:
     return HELD_OUT
 
 
@@ -122,10 +122,11 @@ class ByCalls:
 @pytest.mark.parametrize(
     ("workers", "loop", "told"),
     [
-        (
+        pytest.param(
             2,
             Evaluates(factor=by_rank),
             r"evaluate.* in step 1: microbatches 0, 1 have other results when another worker",
+            marks=pytest.mark.long,
         ),
         (2, Evaluates(factor=by_rank_since_step_4), r"in step 4: microbatches 0, 1 have other results when another"),
         pytest.param(
@@ -153,6 +154,7 @@ def test_an_evaluation_that_depends_on_the_worker_or_the_past_is_refused(
         run(workers, loop)
 
 
+@pytest.mark.long  # two evaluations leave them alone each time
 def test_an_evaluation_that_is_proven_leaves_the_bits_alone() -> None:
     evaluated = run(1, Evaluates())
     assert all("evaluation" in numbers for numbers in evaluated.numbers)
@@ -205,8 +207,9 @@ class Twice(Evaluates):
 
 
 def test_two_evaluations_may_call_the_model_differently_often() -> None:
-    plain = run(1, Twice())
-    assert plain.bits == run(2, Twice(), kills=[(1, 3, "backward")]).bits
+    plain = run(1, Twice(), steps=3)
+    assert plain.bits == run(2, Twice(), kills=[(1, 2, "apply")], steps=3).bits
+    assert plain.fingerprint == by_task(3).fingerprint
     for numbers in plain.numbers:
         assert numbers["evaluation"]["twice.loss"] != numbers["evaluation"]["loss"]
 
@@ -225,12 +228,12 @@ class MakesEarly(Evaluates):
 
 
 def test_a_sessions_generators_draw_the_same_in_a_held_out_loss_at_every_size() -> None:
-    alone, several = (run(workers, MakesEarly(factor=Noisy()), steps=4) for workers in (1, 2))
+    alone, several = (run(workers, MakesEarly(factor=Noisy()), steps=3) for workers in (1, 2))
     evaluations = [[numbers["evaluation"]["loss"] for numbers in one.numbers] for one in (alone, several)]
     assert evaluations[0] == evaluations[1]
     assert several.bits == alone.bits
-    assert alone.fingerprint == by_task(4).fingerprint
-    without = [numbers["evaluation"]["loss"] for numbers in run(1, Evaluates(), steps=4).numbers]
+    assert alone.fingerprint == by_task(3).fingerprint
+    without = [numbers["evaluation"]["loss"] for numbers in run(1, Evaluates(), steps=3).numbers]
     factors = [noisy / plain for noisy, plain in zip(evaluations[0], without, strict=True)]
     assert all(1 < factor < 3 for factor in factors)
     assert len({round(factor, 6) for factor in factors}) == len(factors), "each step has other numbers"

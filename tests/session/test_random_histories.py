@@ -13,12 +13,14 @@ import pytest
 
 from raysharded.driver.driver import Driver
 from raysharded.task import TrainFunction
+from tests.cases import tried_each_time
 from tests.session.loops import Loop
 from tests.training.harness import make_limits
 from tests.training.test_leaving import Seen, a_job, drive
 
 pytestmark = pytest.mark.procs
 ACTS = ("kill", "kill", "hang", "leave", "pause", "resize")
+SHORT = ("pause", "hang", "leave")
 NUM_ACTS, MOST_WORKERS, HANG_S, MOST_STEPS_BETWEEN = 6, 4, 4.0, 4
 
 
@@ -43,13 +45,17 @@ def happen(act: str, driver: Driver, seen: Seen, random: Random) -> None:
             driver.resize(random.randrange(1, MOST_WORKERS + 1))
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 50))])
-def test_a_random_history_ends_with_the_bits_of_the_task(seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("seed", "acts"), tried_each_time([(0, SHORT)], [(0, SHORT), *((seed, None) for seed in range(50))])
+)
+def test_a_random_history_ends_with_the_bits_of_the_task(
+    seed: int, acts: tuple[str, ...] | None, tmp_path: Path
+) -> None:
     random = Random(seed)
     job = replace(a_job(tmp_path), task=TrainFunction(Loop()))
     limits = make_limits(
         job,
-        random.randrange(1, MOST_WORKERS + 1),
+        2 if acts else random.randrange(1, MOST_WORKERS + 1),
         min_workers=1,
         max_workers=MOST_WORKERS,
         max_worker_losses=NUM_ACTS,
@@ -58,8 +64,8 @@ def test_a_random_history_ends_with_the_bits_of_the_task(seed: int, tmp_path: Pa
     )
 
     def act(driver: Driver, seen: Seen) -> None:
-        for _ in range(NUM_ACTS):
-            happen(random.choice(ACTS), driver, seen, random)
+        for number in range(len(acts or range(NUM_ACTS))):
+            happen(acts[number] if acts else random.choice(ACTS), driver, seen, random)
         goal = seen.step + 2
         seen.wait(lambda s: s.step >= goal)
 

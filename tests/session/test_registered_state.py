@@ -367,9 +367,9 @@ def clips_by_a_queue(session: Session) -> None:
 
 @pytest.mark.procs
 def test_the_order_of_a_dict_and_a_count_in_the_groups_outlive_a_kill_and_reach_a_worker_that_joins() -> None:
-    found = run(2, clips_by_a_queue, kills=[(1, 4, "forward")], replacement_wait_s=60.0)
+    found = run(2, clips_by_a_queue, kills=[(1, 4, "forward")], replacement_wait_s=60.0, steps=5)
     assert [len(fields["members"]) for fields in found.of("generation")] == [2, 2]
-    assert found.bits == run(1, clips_by_a_queue).bits
+    assert found.bits == run(1, clips_by_a_queue, steps=5).bits
 
 
 def with_names(*names: list[str]) -> RegisteredState:
@@ -442,9 +442,9 @@ class InGroups:
 
 @pytest.mark.procs
 def test_a_resume_with_groups_in_another_order_is_refused_and_one_with_a_frozen_part_continues(tmp_path: Path) -> None:
-    job = small_job(f"{tmp_path}/run", task=TrainFunction(InGroups()), steps=2)
+    job = small_job(f"{tmp_path}/run", task=TrainFunction(InGroups()), steps=1)
     make_driver(job, make_limits(job, 1), Listening()).run()
     with pytest.raises(TaskError, match=r"this program's group 0 \(first '.*norm.*'\) in group 1"):
-        resume(job.run_url, 1, steps=4, task=TrainFunction(InGroups(is_reversed=True)))
-    _, listener = resume(job.run_url, 1, steps=4, task=TrainFunction(InGroups(freezes=True)))
-    assert [fields["step"] for fields in listener.of("step")] == [3, 4]
+        resume(job.run_url, 1, steps=2, task=TrainFunction(InGroups(is_reversed=True)))
+    _, listener = resume(job.run_url, 1, steps=2, task=TrainFunction(InGroups(freezes=True)))
+    assert [fields["step"] for fields in listener.of("step")] == [2]

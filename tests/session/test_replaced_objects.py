@@ -68,9 +68,12 @@ class Acting:
                 self._outside(step=step, **objects)
 
 
+STEPS = 5
+
+
 @cache
 def alone(behind: Callable[..., None] | None = None) -> Outcome:
-    return run(1, Acting(behind))
+    return run(1, Acting(behind), steps=STEPS)
 
 
 # -- assigned memory --
@@ -90,11 +93,14 @@ def clamps(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: Any) -> Non
                 param.data.clamp_(-0.1, 0.1)
 
 
-def test_values_that_are_assigned_to_the_optimizers_parameters_are_those_of_a_change_in_place() -> None:
+KILLED = [(1, STEPS, "forward")]
+
+
+@pytest.mark.parametrize("kills", tried_each_time([[]], [[], KILLED]))
+def test_values_that_are_assigned_to_the_optimizers_parameters_are_those_of_a_change_in_place(kills: Any) -> None:
     plain = alone(clamps)
     assert plain.bits != alone().bits
-    assert run(1, Acting(assigns)).bits == plain.bits
-    assert run(2, Acting(assigns), kills=[(1, 5, "forward")]).bits == plain.bits
+    assert run(2, Acting(assigns), kills=kills, steps=STEPS).bits == plain.bits
 
 
 def replaces(*, step: UserStep, model: Any, **_: Any) -> None:
@@ -118,15 +124,15 @@ def loads_its_state(*, step: UserStep, optimizer: torch.optim.Optimizer, **_: An
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
 
-@pytest.mark.parametrize(
-    ("act", "told"),
-    [
-        (replaces, r"step 3: 'norm\.weight', a parameter of the model or a layer, was replaced"),
-        (freezes_by_a_group, r"step 3: requires_grad of '.*' was changed"),
-        (moves, r"step 3: the optimizer has other groups, or another state"),
-        (loads_its_state, r"step 3: .*as after load_state_dict\(\)"),
-    ],
-)
+REPLACING: list[tuple[Callable[..., None], str]] = [
+    (freezes_by_a_group, r"step 3: requires_grad of '.*' was changed"),
+    (moves, r"step 3: the optimizer has other groups, or another state"),
+    (loads_its_state, r"step 3: .*as after load_state_dict\(\)"),
+    (replaces, r"step 3: 'norm\.weight', a parameter of the model or a layer, was replaced"),
+]
+
+
+@pytest.mark.parametrize(("act", "told"), tried_each_time(REPLACING[:3], REPLACING))
 def test_objects_that_are_put_in_the_place_of_the_runs_own_are_refused(act: Callable[..., None], told: str) -> None:
     with pytest.raises(InexactError, match=told):
         run(1, Acting(act), steps=4)
@@ -168,20 +174,23 @@ def evaluates_on_one(*, session: Session, step: UserStep, model: Any, **_: Any) 
         model.eval()
 
 
-@pytest.mark.parametrize(
-    ("loop", "workers", "told"),
-    [
-        (Acting(outside=adds_a_group), 1, r"step 4: the optimizer has other groups"),
-        (Acting(outside=evaluates_on_one), 2, r"step 5: .*modes.* differ between workers: .* worker 1 modes\[0\] = ''"),
-        (Acting(outside=replaces), 1, r"step 4: 'norm\.weight', a parameter of the model or a layer, was replaced"),
-        (Acting(replaces_a_layer), 1, r"step 3: 'norm', a parameter of the model or a layer, was replaced"),
-        (Acting(clears), 1, r"entries of the optimizer's state of '.*' were deleted, as after optimizer\.state\.clear"),
-        (Acting(outside=clears), 1, r"entries of the optimizer's state were dropped.* between step 3 and the next"),
-        (Acting(adds_to_a_buffer), 1, r"buffer 'positions' changed in a forward, or in the loop"),
-        (Acting(outside=assigns), 1, r"parameters changed between step 3 and the next"),
-        (Acting(calls_backward), 1, r"a gradient of the parameters of .* came behind the microbatches"),
-    ],
-)
+OTHERS = [
+    (Acting(outside=evaluates_on_one), 2, r"step 5: .*modes.* differ between workers: .* worker 1 modes\[0\] = ''"),
+    (Acting(replaces_a_layer), 1, r"step 3: 'norm', a parameter of the model or a layer, was replaced"),
+    (Acting(clears), 1, r"entries of the optimizer's state of '.*' were deleted, as after optimizer\.state\.clear"),
+    (Acting(outside=clears), 1, r"entries of the optimizer's state were dropped.* between step 3 and the next"),
+    (Acting(adds_to_a_buffer), 1, r"buffer 'positions' changed in a forward, or in the loop"),
+    (Acting(calls_backward), 1, r"a gradient of the parameters of .* came behind the microbatches"),
+]
+BEFORE_A_RELEASE = [
+    (Acting(outside=adds_a_group), 1, r"step 4: the optimizer has other groups"),
+    (Acting(outside=replaces), 1, r"step 4: 'norm\.weight', a parameter of the model or a layer, was replaced"),
+    (Acting(outside=assigns), 1, r"parameters changed between step 3 and the next"),
+]
+"""Changes that others make at another place."""
+
+
+@pytest.mark.parametrize(("loop", "workers", "told"), tried_each_time(OTHERS, [*OTHERS, *BEFORE_A_RELEASE]))
 def test_what_a_loop_changes_behind_the_microbatches_is_refused_by_its_name(
     loop: Acting, workers: int, told: str
 ) -> None:
@@ -243,10 +252,11 @@ def restarts(*, step: UserStep, model: Any, optimizer: torch.optim.Optimizer, **
     assert not optimizer.state[nn.Parameter(torch.zeros(1))]
 
 
-def test_state_of_the_optimizer_may_be_changed_in_place_behind_its_step() -> None:
+@pytest.mark.parametrize("kills", tried_each_time([[]], [[], KILLED]))
+def test_state_of_the_optimizer_may_be_changed_in_place_behind_its_step(kills: Any) -> None:
     plain = alone(restarts)
     assert plain.bits != alone().bits
-    assert run(2, Acting(restarts), kills=[(1, 5, "forward")]).bits == plain.bits
+    assert run(2, Acting(restarts), kills=kills, steps=STEPS).bits == plain.bits
     remarks = [text for fields in plain.of("step") for text in fields.get("remarks", ())]
     assert len([text for text in remarks if "changes the optimizer's state behind optimizer.step()" in text]) == 1
 
@@ -271,9 +281,7 @@ def penalty_of_sharded_parameters(*, model: Any, **_: Any) -> Any:
 PENALTIES = [penalty_of_parts, penalty_of_sharded_parameters]
 
 
-@pytest.mark.parametrize(
-    ("workers", "penalty"), tried_each_time([(2, PENALTIES[0]), (1, PENALTIES[1])], product([1, 2], PENALTIES))
-)
+@pytest.mark.parametrize(("workers", "penalty"), tried_each_time([(2, PENALTIES[0])], product([1, 2], PENALTIES)))
 def test_a_gradient_of_a_workers_parts_of_the_model_is_refused(workers: int, penalty: Callable[..., Any]) -> None:
     with pytest.raises(InexactError, match=r"a gradient came to '.*' from outside the forward of its unit"):
         run(workers, Acting(body=penalty), steps=2)
@@ -302,18 +310,20 @@ def updates_by_its_part(*, optimizer: torch.optim.Optimizer, average: rs.Paramet
 
 
 @pytest.mark.parametrize(
-    ("loop", "kind", "told"),
+    ("workers", "loop", "kind", "told"),
     [
-        (Acting(clip=clips_by_rank), InexactError, r"step 1: .*clip_grad_norm_ = 0\.7, worker 1 .*= 0\.3"),
-        (Acting(clip=clips_twice), TaskError, FILE + r":\d+: step\.clip_grad_norm_\(\) was called twice in step 1"),
-        (Acting(updates_on_one), InexactError, r"step 1: .* differ between workers: worker 0 has average\.update"),
-        (Acting(updates_by_its_part), InexactError, r"step 1: .*average\.update = "),
+        (2, Acting(clip=clips_by_rank), InexactError, r"step 1: .*clip_grad_norm_ = 0\.7, worker 1 .*= 0\.3"),
+        (1, Acting(clip=clips_twice), TaskError, FILE + r":\d+: step\.clip_grad_norm_\(\) was called twice in step 1"),
+        (2, Acting(updates_on_one), InexactError, r"step 1: .* differ between workers: worker 0 has average\.update"),
+        (2, Acting(updates_by_its_part), InexactError, r"step 1: .*average\.update = "),
     ],
     ids=["clip by rank", "clip twice", "update on one", "update by its part"],
 )
-def test_calls_that_differ_between_workers_are_refused(loop: Any, kind: type[RayshardedError], told: str) -> None:
+def test_calls_that_differ_between_workers_are_refused(
+    workers: int, loop: Any, kind: type[RayshardedError], told: str
+) -> None:
     with pytest.raises(kind, match=told):
-        run(2, loop, steps=3)
+        run(workers, loop, steps=3)
 
 
 def nests(*, average: rs.ParameterTensors, **_: Any) -> None:
@@ -326,7 +336,7 @@ def updates_inside(*, average: rs.ParameterTensors, **_: Any) -> None:
         average.update(lambda mean, weight: mean.lerp_(weight, 0.25))
 
 
-@pytest.mark.parametrize("act", [nests, updates_inside])
+@pytest.mark.parametrize("act", tried_each_time([updates_inside], [nests, updates_inside]))
 def test_what_would_act_on_exchanged_values_is_refused(act: Callable[..., None]) -> None:
     with pytest.raises(TaskError, match=r":\d+: .* came inside as_parameters\(\)"):
         run(1, Acting(act), steps=2)
@@ -344,7 +354,8 @@ def updates_and_looks(*, average: rs.ParameterTensors, **_: Any) -> None:
 
 @pytest.mark.parametrize("dtype", tried_each_time([torch.bfloat16], [torch.bfloat16, torch.float64]))
 def test_tensors_of_another_dtype_and_the_parameters_keep_their_bits(dtype: torch.dtype) -> None:
-    assert run(1, Acting(updates_and_looks, dtype=dtype)).bits == run(1, Acting(updates, dtype=dtype)).bits
+    looked, plain = (run(1, Acting(act, dtype=dtype), steps=3).bits for act in (updates_and_looks, updates))
+    assert looked == plain
 
 
 # -- what a kill must not lose --
@@ -355,17 +366,18 @@ def evaluates_a_part(*, step: UserStep, model: Any, **_: Any) -> None:
         model.blocks[0].eval()
 
 
+@pytest.mark.long  # one that is set once in a step is tried each time: tests/session/test_lost_changes.py
 def test_a_mode_that_is_set_behind_the_update_outlives_a_kill() -> None:
     one = alone(evaluates_a_part)
     assert one.bits != alone().bits
-    assert run(2, Acting(evaluates_a_part), kills=[(1, 4, "forward")]).bits == one.bits
+    assert run(2, Acting(evaluates_a_part), kills=[(1, 4, "forward")], steps=STEPS).bits == one.bits
 
 
 def evaluates_a_part_and_held_out_data(*, session: Session, step: UserStep, model: Any, **others: Any) -> None:
     evaluates_a_part(step=step, model=model)
     session.evaluate(lambda batch: GptTask().loss(model, batch), HELD_OUT)
     assert model.blocks[0].training == model.blocks[0].norm_1.training == (step.number < 3)
-    assert model.blocks[1].training
+    assert model.norm.training
 
 
 def test_a_mode_that_is_set_behind_the_update_outlives_an_evaluation() -> None:
@@ -374,29 +386,32 @@ def test_a_mode_that_is_set_behind_the_update_outlives_an_evaluation() -> None:
     assert evaluated.losses == plain.losses
 
 
+@pytest.mark.long  # `test_modes_between_steps.py` has one that outlives a join
 def test_a_mode_that_is_set_outside_the_with_outlives_a_kill() -> None:
     one = alone(evaluates_a_part)
-    assert run(2, Acting(outside=evaluates_a_part), kills=[(1, 4, "forward")]).bits == one.bits
+    assert run(2, Acting(outside=evaluates_a_part), kills=[(1, 4, "forward")], steps=STEPS).bits == one.bits
 
 
 def draws_late(*, session: Session, step: UserStep, **_: Any) -> float:
     return 1.0 if step.number < 3 else 1 + torch.rand((), generator=session.generator("late")).item()
 
 
+@pytest.mark.long  # a held-out loss makes one each time: tests/session/test_proven_evaluations.py
 def test_a_generator_that_is_made_late_draws_the_same_everywhere() -> None:
-    one = run(1, Acting(body=draws_late))
-    assert run(2, Acting(body=draws_late), kills=[(1, 5, "forward")]).bits == one.bits
+    one = run(1, Acting(body=draws_late), steps=STEPS)
+    assert run(2, Acting(body=draws_late), kills=[(1, 4, "forward")], steps=STEPS).bits == one.bits
 
 
 class Saving(Loop):
     def applied(self, session: Session, step: UserStep, *_: object) -> None:
-        if step.number == 4:
+        if step.number == 3:
             session.save()
 
 
-@pytest.mark.parametrize("kill", [(1, 5, "forward"), (1, 4, "snapshot")])
+@pytest.mark.long  # one of a step that is done again is tried each time: tests/session/test_in_a_step.py
+@pytest.mark.parametrize("kill", [(1, 4, "forward"), (1, 3, "snapshot")])
 def test_a_checkpoint_that_was_requested_outlives_a_kill(kill: tuple[int, int, str]) -> None:
-    """In the second case step 4 is done again, and requests it again."""
-    found = run(2, Saving(), kills=[kill])
-    assert found.bits == by_task().bits
-    assert [fields["step"] for fields in found.of("checkpoint")] == [5, 6]
+    """With a kill in its snapshot step 3 is done again, and requests it again."""
+    found = run(2, Saving(), kills=[kill], steps=5)
+    assert found.bits == by_task(5).bits
+    assert [fields["step"] for fields in found.of("checkpoint")] == [4, 5]
