@@ -6,6 +6,7 @@ A name that a package's `__init__` exports counts as an import of the module tha
 from __future__ import annotations
 
 import ast
+import gc
 from collections.abc import Iterator, Mapping
 from functools import cache
 from pathlib import Path
@@ -15,12 +16,17 @@ PACKAGE = "raysharded"
 
 def sources(root: Path) -> dict[str, tuple[ast.Module, bool]]:
     """The parsed modules below `root` by their dotted names, and whether each is a package's `__init__`."""
-    found = {}
-    for path in sorted((root / PACKAGE).rglob("*.py")):
-        parts = path.relative_to(root).with_suffix("").parts
-        is_package = parts[-1] == "__init__"
-        name = ".".join(parts[:-1] if is_package else parts)
-        found[name] = (ast.parse(path.read_text(encoding="utf-8")), is_package)
+    found, was_enabled = {}, gc.isenabled()
+    gc.disable()  # none of the trees is garbage, and searching them would take twice the time of making them
+    try:
+        for path in sorted((root / PACKAGE).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            is_package = parts[-1] == "__init__"
+            name = ".".join(parts[:-1] if is_package else parts)
+            found[name] = (ast.parse(path.read_text(encoding="utf-8")), is_package)
+    finally:
+        if was_enabled:
+            gc.enable()
     return found
 
 

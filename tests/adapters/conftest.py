@@ -13,10 +13,14 @@ from tests import forked
 
 @contextmanager
 def server_with(*modules: str) -> Iterator[None]:
-    """A context with a server that has imported these modules, in place of the one that the other tests share."""
+    """A context with a server that has imported these modules, in place of the one that the other tests share.
+
+    The imports take longer than workers may take to start, on a busy machine: no run begins before they are done.
+    """
     forked.PRELOADED.extend(modules)
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # the next one to fork a process starts it again
     try:
+        forked.in_a_fork(int, timeout_s=240.0)
         yield
     finally:
         del forked.PRELOADED[-len(modules) :]

@@ -64,6 +64,7 @@ class LocalStores(Stores):
 
 
 @pytest.mark.procs
+@pytest.mark.long
 def test_two_own_readers_read_every_token_once_in_each_epoch(tmp_path: Path) -> None:
     tokens = np.random.default_rng(0).integers(0, 257, 64 * 32, dtype=np.uint32)
     with StoreWriter(str(tmp_path / "large"), Kind(tokenizer="random", vocab_size=257), 1000) as writer:

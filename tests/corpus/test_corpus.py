@@ -23,12 +23,12 @@ from tests.paths import ROOT
 
 OWN = [name for name in ROWS if name not in NEED_TRANSFORMERS]
 TENTH = [name for name, row in ROWS.items() if row.tenth]
-OWN_EACH_TIME = [name for name in TENTH if name in OWN and name not in ("adam", "unet")]
-"""Rows of a tenth that are tried each time. Of the two others the optimizer has another test, and nested
-units where models are wrapped."""
-STOCK_EACH_TIME = ("llama", "wav2vec2")
-"""Rows that need transformers and are tried each time: a decoder with a tied head, and an encoder of sound that draws
-from NumPy and has weight norm."""
+OWN_EACH_TIME = ("experts_by_data", "data_draws_sometimes", "submodule_in_loss", "none_samples")
+"""Rows of the tenth that are tried each time: equal bits beside plain torch, and refusals of data and
+of a loss. The code of the others has tests in `tests/training` and `tests/actors`."""
+STOCK_SHORT = ("llama", "wav2vec2")
+"""Rows that need transformers: a decoder with a tied head, and an encoder of sound that draws from NumPy and has weight
+norm. Those of a session are in `tests/adapters`."""
 MOST_REFUSED_MODELS, MOST_REFUSED_OTHERS = 6, 8
 
 
@@ -100,7 +100,7 @@ def test_the_first_bit_that_differs_between_two_sizes_is_named() -> None:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("name", OWN_EACH_TIME)
+@pytest.mark.parametrize("name", tried_each_time(OWN_EACH_TIME, [name for name in TENTH if name in OWN]))
 def test_a_row_is_as_expected_in_a_short_trial(name: str) -> None:
     found = verdict(ROWS[name], program_of(name), is_short=True)
     assert found.is_right, f"{ROWS[name].about}: {found.outcome}: {found.why}"
@@ -131,8 +131,9 @@ def as_it_says(folder: Path, *arguments: str) -> None:
 
 @pytest.mark.procs
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_stock_models_are_as_expected(tmp_path: Path) -> None:
-    as_it_says(tmp_path, "--short", "--rows", *STOCK_EACH_TIME)
+    as_it_says(tmp_path, "--short", "--rows", *STOCK_SHORT)
 
 
 def of_transformers() -> Mapping[str, list[str]]:

@@ -87,5 +87,5 @@ VARIED = (
     *("conditional", "scalar", "experts_by_data", "table_attribute", "vae"),
 )
 """The tenth of the rows that are tried in each variant, too."""
-EACH_TIME = (("scalar", "resumed"), ("conditional", "one microbatch"))
+EACH_TIME = (("scalar", "resumed"),)
 """Those of them that are tried each time."""

@@ -45,7 +45,7 @@ HERE: dict[str, dict[str, str]] = {
     "raysharded wait runs/gpt --timeout 86400": {"runs/gpt": "runs/bytes"},
     "raysharded status s3://bucket/runs/gpt --follow": {"s3://bucket/runs/gpt": "runs/bytes"},
     "raysharded plan config.json --global-batch-size 512 --seq-len 4096 --workers 64 --device-memory 80GiB": {},
-    "raysharded run train.py:trainer batch.global_batch_size=32 run.max_steps=2000": {"=2000": "=2"},
+    "raysharded run train.py:trainer batch.global_batch_size=32 run.max_steps=2000": {"=2000": "=1", "=32": "=8"},
     "raysharded run train.py run.name=small scaling.num_workers=1,3": {},
     "raysharded run my.module:ByteGPT --config run.yaml": {},
     "raysharded report runs/bytes": {},
@@ -97,19 +97,19 @@ ELSEWHERE = {
 
 TRAIN = """
 import raysharded as rs
-from tests.training.harness import GptTask, samples
+from tests.training.harness import SmallTask, samples
 
 def trainer():
     return rs.ElasticTrainer(
-        task=GptTask(), data=samples(), batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2),
+        task=SmallTask(), data=samples(), batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2),
         scaling=rs.ScalingConfig(num_workers=(1, 2)),
         run=rs.RunConfig(name="set", storage_path="runs", max_steps=1),
     )
 """
 MODULE = """
-from tests.training.harness import GptTask
+from tests.training.harness import SmallTask
 
-class ByteGPT(GptTask):
+class ByteGPT(SmallTask):
     def __init__(self, layers):
         self.layers = layers
 """

@@ -133,11 +133,12 @@ def test_our_side_trains(name: str, load: Load, tmp_path: Path) -> None:
         task=shown.task,
         data=shown.data,
         batch=shown.batch,
-        scaling=dataclasses.replace(shown.scaling, num_workers=2, use_gpu=False),
-        run=dataclasses.replace(shown.run, storage_path=str(tmp_path / "runs"), max_steps=2),
+        scaling=dataclasses.replace(shown.scaling, num_workers=shown.scaling.shard_group_size or 1, use_gpu=False),
+        engine=rs.EngineConfig(prefetch=False),  # a worker reads its data itself
+        run=dataclasses.replace(shown.run, storage_path=str(tmp_path / "runs"), max_steps=1),
     )
     result = processes.fit(trainer)
-    assert result.steps == 2
+    assert result.steps == 1
     assert result.report().ok
 
 
@@ -174,8 +175,9 @@ KILLED = Fault(worker=WorkerId(1), step=2, phase="agree")
 @pytest.mark.parametrize(
     ("name", "workers", "faults"),
     [
-        *((name, 3, (KILLED,)) if name == TORCHRUN else (name, 2, ()) for name in COMING_FROM),
-        *(pytest.param(TORCHRUN, workers, (KILLED,), marks=pytest.mark.long) for workers in (2, 5, 8)),
+        *((name, 2, (KILLED,)) if name == TORCHRUN else (name, 1, ()) for name in COMING_FROM),
+        *(pytest.param(name, 2, (), marks=pytest.mark.long) for name in COMING_FROM if name != TORCHRUN),
+        *(pytest.param(TORCHRUN, workers, (KILLED,), marks=pytest.mark.long) for workers in (3, 5, 8)),
     ],
 )
 def test_the_diff_of_a_loop_gives_a_session_with_the_bits_of_a_task(
@@ -188,6 +190,8 @@ def test_the_diff_of_a_loop_gives_a_session_with_the_bits_of_a_task(
     shown: rs.ElasticTrainer = load(f"session_of_{name.removesuffix('.md').replace('-', '_')}", after).trainer
     plan = FaultPlan(faults=faults, folder=str(tmp_path))
 
+    steps = 3 if faults else 1
+
     def found(task: rs.Task, workers: tuple[int, int], plan: FaultPlan | None = None) -> tuple[str, str | None]:
         """The numbers of the journal, and the fingerprint. A single worker reads its data itself."""
         journal = Collector()
@@ -197,11 +201,11 @@ def test_the_diff_of_a_loop_gives_a_session_with_the_bits_of_a_task(
             batch=shown.batch,
             scaling=dataclasses.replace(shown.scaling, num_workers=workers, use_gpu=False),
             engine=rs.EngineConfig(prefetch=workers != (1, 1)),
-            run=dataclasses.replace(shown.run, storage_path=str(tmp_path / f"runs{workers[1]}"), max_steps=3),
+            run=dataclasses.replace(shown.run, storage_path=str(tmp_path / type(task).__name__), max_steps=steps),
         )
         trainer.faults = plan
         result = processes.fit(trainer, journal)
-        assert result.steps == 3
+        assert result.steps == steps
         return repr(sorted(journal.numbers.items())), result.fingerprint
 
     of_loop = found(shown.task, (1 if faults else workers, workers), plan)
@@ -279,6 +283,7 @@ def test_a_loop_of_ones_own_keeps_its_state_with_the_functions_shown(
 
 
 @pytest.mark.procs
+@pytest.mark.long
 def test_an_adapter_is_trained_and_exported_as_the_guide_says(load: Load, tmp_path: Path) -> None:
     """Takes longer than most: each process imports transformers."""
     peft = pytest.importorskip("peft", reason="needs `pip install peft`")
@@ -298,7 +303,7 @@ def test_an_adapter_is_trained_and_exported_as_the_guide_says(load: Load, tmp_pa
         task=load("adapt", f"import torch\n{shown}").Adapt(),
         data=samples(),
         batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2),
-        scaling=rs.ScalingConfig(num_workers=2),
+        scaling=rs.ScalingConfig(num_workers=1),
         run=rs.RunConfig(name="lora", storage_path=str(tmp_path / "runs"), max_steps=2, start_from="base"),
     )
     trained = checkpoint.open(processes.fit(trainer).checkpoint)
@@ -333,7 +338,7 @@ def test_the_tasks_of_the_guide_train(load: Load, tmp_path: Path) -> None:
             task=task(vocab_size=50, width=16, steps=2),
             data=module.Pairs(),
             batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
-            scaling=rs.ScalingConfig(num_workers=2),
+            scaling=rs.ScalingConfig(num_workers=2 if task is module.Wrapped else 1),
             run=rs.RunConfig(name=task.__name__, storage_path=str(tmp_path / "runs"), max_steps=2),
             engine=rs.EngineConfig(prefetch=task is module.Wrapped),  # else a worker reads its data itself
             evaluation=dataclasses.replace(held_out["evaluation"], every_steps=1, num_samples=5),
@@ -359,18 +364,18 @@ def test_texts_are_tokenized_beside_training_as_in_the_guide(load: Load, tmp_pat
     ahead = [{key: rows[0] for key, rows in module.OfTexts(50, 16, 2).collate([text]).items()} for text in texts]
     found = []
     for number, (task, data, workers, data_processes) in enumerate(
-        ((module.NextToken, ahead, 1, None), (module.OfTexts, texts, 1, None), (module.OfTexts, texts, 2, 2))
+        ((module.NextToken, ahead, 1, None), (module.OfTexts, texts, 2, 2))
     ):
         trainer = rs.ElasticTrainer(
-            task=task(vocab_size=50, width=16, steps=3),
+            task=task(vocab_size=50, width=16, steps=2),
             data=data,
             batch=rs.BatchConfig(global_batch_size=4, microbatch_size=1),
             scaling=rs.ScalingConfig(num_workers=workers),
             engine=rs.EngineConfig(data_processes=data_processes),
-            run=rs.RunConfig(name=str(number), storage_path=str(tmp_path / "runs"), max_steps=3),
+            run=rs.RunConfig(name=str(number), storage_path=str(tmp_path / "runs"), max_steps=2),
         )
         found.append(processes.fit(trainer).fingerprint)
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1] is not None
 
 
 def test_the_incident_of_the_guide_happens_as_described(

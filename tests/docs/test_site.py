@@ -26,7 +26,7 @@ import pytest
 from tests.forked import in_a_fork
 from tests.paths import DOCS, ROOT
 
-pytestmark = [pytest.mark.slow]
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 PUBLIC = ["", ".checkpoint", ".data", ".metrics", ".report", ".testing", ".errors"]
 LOADS = {("script", "src"), ("img", "src"), ("link", "href"), ("iframe", "src"), ("source", "src")}

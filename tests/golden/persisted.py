@@ -44,7 +44,7 @@ from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
 from tests.checkpoint import samples
 from tests.golden import recordings, written
-from tests.training.harness import GptTask, Tokens
+from tests.training.harness import SmallTask, samples as training_samples
 
 LIST = Path(__file__).parent / "persisted-strings.json"
 ENTRIES = "fields of journal entries, by kind"
@@ -107,11 +107,11 @@ def _train(folder: Path, key_file: str) -> Path:
         signing = None if workers == 2 else key_file
         fit(
             rs.ElasticTrainer(
-                task=GptTask(),
-                data=Tokens(),
+                task=SmallTask(),
+                data=training_samples(),
                 batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2, seed=5),
                 scaling=rs.ScalingConfig(num_workers=workers),
-                evaluation=rs.EvalConfig(data=Tokens(), every_steps=2, num_samples=2),
+                evaluation=rs.EvalConfig(data=training_samples(), every_steps=2, num_samples=2),
                 run=rs.RunConfig(
                     name="run",
                     storage_path=str(folder),

@@ -87,6 +87,12 @@ def test_checkpoint_data_checks_and_the_engine_work_without_ray() -> None:
     assert "ray" not in loaded
 
 
+def test_no_other_module_than_an_adapter_imports_transformers() -> None:
+    loaded = in_a_fork(load_all, ["raysharded.trainer", "raysharded.actors.worker", "raysharded.adapters.hf_arguments"])
+    assert {"torch", "raysharded"} <= loaded
+    assert loaded.isdisjoint({"transformers", "accelerate", "peft"})
+
+
 def test_every_exported_name_resolves() -> None:
     for name in raysharded.__all__:
         assert getattr(raysharded, name) is not None

@@ -19,7 +19,8 @@ import pytest
 
 from tests.paths import ROOT
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.ray]
+"""With Ray, as one of them needs it: the wheel is built once."""
 
 
 IMPORT_ALL = """
@@ -128,7 +129,6 @@ def test_the_command_is_installed(installed: Installed, tmp_path: Path) -> None:
     assert "demo" in run([installed.python.parent / "raysharded", "--help"], cwd=tmp_path)
 
 
-@pytest.mark.ray
 def test_the_demo_runs_in_an_empty_folder(installed: Installed, tmp_path: Path) -> None:
     """Takes a minute: three workers are killed only when those before were replaced."""
     (tmp_path / "empty").mkdir()

@@ -273,7 +273,7 @@ def flooded(connections: int, steps: int) -> tuple[harness.Outcome, tuple[int, i
     """The outcome of a run of two workers, one killed in every second step, and the connections and ports met."""
     kills = [(number, 2 * number + 1, "backward") for number in range(steps // 2)]
     with stranger(flood, [os.getpid()], connections) as counts:
-        outcome = harness.train(2, steps=steps, kills=kills)
+        outcome = harness.train(2, task=harness.SmallTask(), steps=steps, kills=kills)
     return outcome, counts[-1]
 
 
@@ -295,7 +295,7 @@ def main() -> None:
         print(f"{connections} connections of the stranger")
         return
     outcome, (made, ports) = flooded(options.connections, options.steps)
-    calm = harness.train(2, steps=options.steps)
+    calm = harness.train(2, task=harness.SmallTask(), steps=options.steps)
     print(
         f"{made} connections to {ports} ports; {len(outcome.of('generation'))} generations; "
         f"{'the same bits as' if outcome.bits == calm.bits else 'OTHER BITS THAN'} without strangers"

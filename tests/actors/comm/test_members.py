@@ -25,7 +25,7 @@ from raysharded.rendezvous.server import RendezvousStore
 from tests import patches
 from tests.actors.comm.strangers import flooded, raced
 from tests.forked import in_a_fork
-from tests.training.harness import train
+from tests.training.harness import SmallTask, train
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="Linux only: needs /proc")
 _TIMEOUT = datetime.timedelta(seconds=10)
@@ -53,19 +53,19 @@ def alone(store: RendezvousStore, prefix: str = "g1") -> Rendezvous:
 
 @pytest.mark.procs
 def test_a_stranger_that_is_first_at_every_place_gets_in_nowhere() -> None:
-    outcomes, connections = raced(5)
+    outcomes, connections = raced(3)
     for outcome in outcomes:
         assert outcome.failed == []
-        assert (outcome.right, outcome.wrong) == (5, 0)
-        assert outcome.intruded >= 5  # it was in a member's place, each time
-        assert outcome.closed >= 5
-    assert connections >= 40
+        assert (outcome.right, outcome.wrong) == (3, 0)
+        assert outcome.intruded >= 3  # it was in a member's place, each time
+        assert outcome.closed >= 3
+    assert connections >= 24  # the last of them send more than a number
 
 
 @pytest.mark.procs
 def test_a_run_trains_and_recovers_while_strangers_flood_all_of_its_ports() -> None:
     outcome, (connections, ports) = flooded(300, steps=3)
-    assert outcome.bits == train(1, steps=3).bits
+    assert outcome.bits == train(1, task=SmallTask(), steps=3).bits
     assert len(outcome.of("generation")) == 2
     assert connections > 300
     assert ports > 1

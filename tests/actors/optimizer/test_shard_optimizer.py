@@ -17,7 +17,7 @@ from raysharded.actors.optimizer.step_hooks import HookCalls
 from raysharded.actors.optimizer.trial import try_out
 from raysharded.actors.optimizer.trial_tensors import TrialStep, likes_of, representatives
 from raysharded.errors import CheckpointError, InexactError, TaskError
-from tests.training.harness import GptTask, train
+from tests.training.harness import GptTask, SmallTask, samples, train
 
 Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
@@ -256,7 +256,7 @@ def test_state_that_is_made_after_the_first_step_is_named() -> None:
         optimizer.try_out()
 
 
-class LateTask(GptTask):
+class LateTask(SmallTask):
     """Its optimizer makes state after the last check."""
 
     def build_optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -266,7 +266,7 @@ class LateTask(GptTask):
 @pytest.mark.procs
 def test_state_that_is_made_long_after_the_first_step_ends_the_run() -> None:
     with pytest.raises(InexactError, match=r"the optimizer's state of .* has other keys"):
-        train(2, task=LateTask(), steps=12)
+        train(2, task=LateTask(), data=samples(), microbatches=2, steps=12)
 
 
 class Common(torch.optim.SGD):

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import resource
 from functools import cache
+from typing import Any
 
 import pytest
 
 from raysharded.actors.process.stop_reason import ending_of
 from raysharded.protocol import descriptors
 from tests.forked import in_a_fork
-from tests.training.harness import Outcome, train
+from tests.training.harness import Outcome, SmallTask, samples, train
 
 
 def raised() -> list[int | None]:
@@ -69,13 +70,13 @@ def test_the_error_at_the_limit_is_no_error_of_the_task_and_another_processs_err
     assert theirs == "TaskError"
 
 
-STEPS = 5
+SETTINGS: dict[str, Any] = {"steps": 5, "task": SmallTask(), "data": samples()}
 
 
 @cache
 def alone() -> Outcome:
     """The undisturbed run."""
-    return train(1, steps=STEPS)
+    return train(1, **SETTINGS)
 
 
 def few() -> None:
@@ -85,7 +86,7 @@ def few() -> None:
 
 @pytest.mark.procs
 def test_a_join_at_the_limit_is_made_without_a_preparation_and_no_process_dies() -> None:
-    found = train(3, steps=STEPS, kills=[(1, 2, "apply")], losses=1, prepare=few)
+    found = train(3, kills=[(1, 2, "apply")], losses=1, prepare=few, **SETTINGS)
     assert found.bits == alone().bits
     assert [one["worker"] for one in found.of("worker_lost")] == [1]
     failures = found.of("preparation_failed")
@@ -102,7 +103,7 @@ def fewest() -> None:
 
 @pytest.mark.procs
 def test_a_run_goes_on_with_as_many_workers_as_their_open_files_connect_and_says_so() -> None:
-    found = train(3, steps=STEPS, losses=2, prepare=fewest)
+    found = train(3, losses=2, prepare=fewest, **SETTINGS)
     assert found.bits == alone().bits
     assert found.of("worker_lost") == []
     assert found.of("preparation_failed") == []

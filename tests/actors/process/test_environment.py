@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import os
 import subprocess
 import sys
@@ -48,7 +49,10 @@ def test_the_memory_of_a_tensor_that_is_freed_is_kept() -> None:
 
 
 def test_who_has_chosen_how_memory_is_kept_has_it_so() -> None:
-    command = [sys.executable, "-c", f"from {__name__} import of_a_tensor; print(*of_a_tensor())"]
+    imports = f"import ctypes, torch\nfrom {keep_freed_memory.__module__} import keep_freed_memory"
+    functions = f"{inspect.getsource(Info)}\n{inspect.getsource(of_a_tensor)}"
+    parts = [imports, f"SIZE = {SIZE}", functions, "print(*of_a_tensor())"]
+    command = [sys.executable, "-c", "\n".join(["from __future__ import annotations", *parts])]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
     mapped, kept = map(int, done.stdout.split())

@@ -17,7 +17,7 @@ from raysharded.actors.shards.async_copy import AsyncHostCopy
 from tests import patches
 from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.cases import tried_each_time
-from tests.training.harness import SEQUENCE, Outcome, train
+from tests.training.harness import SEQUENCE, Outcome, SmallTask, samples, train
 
 CPU = torch.device("cpu")
 _TOO_LATE_S = 5.0
@@ -108,7 +108,13 @@ def test_an_error_of_a_copy_is_raised_in_every_waiter() -> None:
             filling.wait()
 
 
-SETTINGS: dict[str, Any] = {"steps": 4, "microbatches": 3, "save_every": 2}
+SETTINGS: dict[str, Any] = {
+    "steps": 4,
+    "microbatches": 3,
+    "save_every": 2,
+    "task": SmallTask(),
+    "data": samples(),
+}
 ENGINES = {
     "mirrors": rs.EngineConfig(),
     "no mirrors": rs.EngineConfig(mirrors=False),
@@ -138,6 +144,9 @@ def saved(outcome: Outcome) -> dict[int, str]:
     return found
 
 
+REDUNDANT = [None, rs.Redundancy(parity=(2, 1))]
+
+
 class OneRow(rs.Task):
     """A model of one row and an optimizer without state: most workers hold nothing."""
 
@@ -153,11 +162,11 @@ class OneRow(rs.Task):
 
 
 def test_workers_that_hold_nothing_take_part() -> None:
-    settings: dict[str, Any] = {"task": OneRow(), "microbatches": 3, "steps": 2}
+    settings: dict[str, Any] = {"task": OneRow(), "data": samples(), "microbatches": 3, "steps": 2}
     assert train(3, **settings).bits == train(1, **settings).bits
 
 
-@pytest.mark.parametrize("redundancy", [None, rs.Redundancy(parity=(2, 1))], ids=["mirrors", "parity"])
+@pytest.mark.parametrize("redundancy", tried_each_time(REDUNDANT[:1], REDUNDANT), ids=["mirrors", "parity"])
 def test_what_is_left_after_a_loss_does_not_depend_on_when_snapshots_are_copied(
     redundancy: rs.Redundancy | None,
 ) -> None:

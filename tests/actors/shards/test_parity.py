@@ -28,7 +28,7 @@ from raysharded.ids import GenerationId, WorkerId
 from raysharded.layout import Parity, Recoverable, StateSpec, TensorSpec, block_bytes, recoverable, shard_map
 from raysharded.protocol.messages import FromStart, GenerationSpec
 from raysharded.testing import Fault, FaultPlan
-from tests.training.harness import Collector, Outcome, Tokens, make_driver, make_job, make_limits, train
+from tests.training.harness import Collector, Outcome, SmallTask, Tokens, make_driver, make_job, make_limits, train
 
 LAYOUT, STEP = GenerationId(3), 8
 SPEC = StateSpec(
@@ -225,7 +225,7 @@ _alone: list[Outcome] = []
 def check(outcome: Outcome) -> None:
     """Assert that it gave the bits of one worker alone."""
     if not _alone:
-        _alone.append(train(1, microbatches=MICROBATCHES, steps=STEPS))
+        _alone.append(train(1, task=SmallTask(), microbatches=MICROBATCHES, steps=STEPS))
     assert outcome.bits == _alone[0].bits
 
 
@@ -247,7 +247,7 @@ def recoveries(outcome: Outcome) -> list[tuple[str, int]]:
 @pytest.mark.slow
 def test_one_loss_after_the_other_costs_no_committed_step_also_where_mirrors_take_the_place_of_parity() -> None:
     kills = [(2, 2, "forward"), (0, 2, "agree"), (3, 3, "snapshot")]  # the second in the first step after a recovery
-    outcome = train(4, microbatches=MICROBATCHES, steps=STEPS, engine=ONE, kills=kills)
+    outcome = train(4, task=SmallTask(), microbatches=MICROBATCHES, steps=STEPS, engine=ONE, kills=kills)
     check(outcome)
     parity = "parity (2, 1)"
     assert generations(outcome)[:3] == [(4, parity), (3, parity), (2, f"mirrors: {parity} needs 3 workers")]
@@ -259,7 +259,7 @@ def test_one_loss_after_the_other_costs_no_committed_step_also_where_mirrors_tak
 @pytest.mark.long
 def test_one_loss_after_the_other_costs_no_committed_step_of_five_workers() -> None:
     kills = [(2, 1, "forward"), (0, 1, "agree"), (4, 3, "snapshot")]
-    outcome = train(5, microbatches=MICROBATCHES, steps=STEPS, engine=ONE, kills=kills)
+    outcome = train(5, task=SmallTask(), microbatches=MICROBATCHES, steps=STEPS, engine=ONE, kills=kills)
     check(outcome)
     parity = "parity (2, 1)"
     assert generations(outcome)[:3] == [(5, parity), (4, parity), (3, parity)]
@@ -268,10 +268,11 @@ def test_one_loss_after_the_other_costs_no_committed_step_of_five_workers() -> N
 
 @pytest.mark.procs
 @pytest.mark.slow
+@pytest.mark.long
 def test_two_losses_at_once_or_one_during_the_recovery_of_another_cost_no_committed_step() -> None:
     pytest.importorskip("zfec", reason="raysharded[parity]")
     kills = [(1, 2, "apply"), (5, 2, "transfer"), (3, 3, "agree"), (4, 3, "agree")]
-    outcome = train(6, microbatches=MICROBATCHES, steps=STEPS, engine=TWO, kills=kills)
+    outcome = train(6, task=SmallTask(), microbatches=MICROBATCHES, steps=STEPS, engine=TWO, kills=kills)
     check(outcome)
     parity = "parity (2, 2)"
     assert generations(outcome)[:3] == [(6, parity), (5, parity), (4, parity)]
@@ -309,6 +310,7 @@ def test_more_losses_than_parity_covers_go_back_to_a_checkpoint_which_is_protect
 
     job = make_job(
         f"{tmp_path}/run",
+        task=SmallTask(),
         data=Paced(may_go_on),
         microbatches=MICROBATCHES,
         steps=STEPS,

@@ -47,7 +47,7 @@ WAITS: dict[str, tuple[str, str, str, str, dict[str, int]]] = {
 """Name -> the run, the module, the call that is removed, the kind of problem, and settings of the run."""
 
 
-@pytest.mark.parametrize("wait", tried_each_time(["memory that is kept", "exchange"], WAITS))
+@pytest.mark.parametrize("wait", tried_each_time(["exchange"], WAITS))
 def test_a_wait_that_is_removed_is_found(wait: str) -> None:
     """A missing wait leaves one stream unordered with others, so all problems have that stream in common.
 
