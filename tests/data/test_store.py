@@ -605,19 +605,20 @@ def test_many_caches_of_a_process_in_one_folder_have_one_limit_together(tmp_path
         assert _on_disk(tmp_path) <= 81_920 + 81_920 // 16
 
 
-def _keeps_by_default(below: str) -> tuple[bool, bool, int]:
-    os.umask(0o002)  # of ordinary users, on many systems
-    tempfile.tempdir = below
-    keeps = DiskCache(default_folder(), 1000).keeps
-    above = Path(default_folder()).parent
-    mode = stat.S_IMODE(above.stat().st_mode)
-    above.chmod(0o775)  # as an earlier version made it
-    return keeps, DiskCache(default_folder(), 1000).keeps, mode
-
-
-def test_the_default_cache_is_kept_from_others_whatever_the_umask_is(tmp_path: Path) -> None:
+def test_the_default_cache_is_kept_from_others_whatever_the_umask_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     tmp_path.chmod(0o1777)
-    assert in_a_fork(_keeps_by_default, str(tmp_path)) == (True, True, 0o700)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    before = os.umask(0o002)  # of ordinary users, on many systems
+    try:
+        assert DiskCache(default_folder(), 1000).keeps
+    finally:
+        os.umask(before)
+    above = Path(default_folder()).parent
+    assert stat.S_IMODE(above.stat().st_mode) == 0o700
+    above.chmod(0o775)  # as an earlier version made it
+    assert DiskCache(default_folder(), 1000).keeps
 
 
 def test_what_somebody_put_in_a_file_s_place_is_neither_read_nor_written(tmp_path: Path) -> None:
