@@ -136,7 +136,7 @@ def test_a_data_file_with_bytes_added_is_found_when_everything_is_verified(saved
         _load(storage, prefix).verify()
 
 
-@pytest.mark.parametrize("every", tried_each_time([5], of=[5, 1]))
+@pytest.mark.parametrize("every", tried_each_time([20], of=[20, 1]))
 def test_every_flipped_byte_of_a_small_checkpoint_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
