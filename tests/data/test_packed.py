@@ -209,11 +209,10 @@ def test_documents_of_a_store_with_fewer_tokens_than_a_sample_are_packed(tmp_pat
 
 
 def test_arrangements_in_memory_are_bounded_in_bytes(tmp_path: Path) -> None:
-    number = 16_000
-    _store(tmp_path / "store", [16] * number)
+    _store(tmp_path / "store", [16] * 40_000)
     arrange(tmp_path / "store", seq_len=64)
     sizes = []
-    for cache_bytes in (1 << 30, 1 << 18):
+    for cache_bytes in (1 << 30, 1 << 20):
         data = PackedDataset(tmp_path / "store", seq_len=64, cache_bytes=cache_bytes)
         tracemalloc.start()
         try:
@@ -224,9 +223,9 @@ def test_arrangements_in_memory_are_bounded_in_bytes(tmp_path: Path) -> None:
         finally:
             tracemalloc.stop()
         sizes.append(taken)
-    of_all = sizes[0] - number * 17 * 2  # without the blocks
-    assert of_all < number * 14, "8 bytes for each document, 4 for each sample"
-    assert sizes[1] < (1 << 18) * 5 / 4 + (1 << 17)
+    of_all = sizes[0] - 40_000 * 17 * 2  # without the blocks
+    assert of_all < 40_000 * 14, "8 bytes for each document, 4 for each sample"
+    assert sizes[1] < (1 << 20) * 5 / 4 + (1 << 19)
 
 
 def test_memory_while_a_plan_is_made_is_20_bytes_for_a_group() -> None:

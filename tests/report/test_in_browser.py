@@ -300,11 +300,11 @@ def contrast(one: str, other: str) -> float:
 
 
 def test_a_long_run_is_drawn_with_all_the_points_that_it_was_thinned_to(browser: Browser, tmp_path: Path) -> None:
-    page = page_of(long_run(6_000), tmp_path)
+    page = page_of(long_run(20_000), tmp_path)
     browser.open(page)
     data = json.loads(browser.evaluate("document.getElementById('data').textContent"))
     assert points(browser, "loss") == len(data["charts"][0]["counted"]["y"]) > 2000
-    assert browser.evaluate("document.querySelectorAll('.mark').length") == 20
+    assert browser.evaluate("document.querySelectorAll('.mark').length") == 66
     check_quiet(browser, page)
 
 
