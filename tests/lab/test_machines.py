@@ -90,6 +90,7 @@ def answers(machines: Machines, source: int, target: int, count: int = 3, wait_s
     return found
 
 
+@pytest.mark.long
 def test_a_link_is_cut_in_one_direction_and_mended(machines: Machines) -> None:
     machines.cut(0, 1)
     assert answers(machines, 0, 1) == []

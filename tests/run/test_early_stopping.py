@@ -83,6 +83,7 @@ def test_a_script_that_is_started_again_ends_at_once_or_continues_with_a_greater
     assert further.steps == 7  # a greater patience continues, to the last step
 
 
+@pytest.mark.long
 @pytest.mark.procs
 def test_a_run_that_is_stopped_has_its_result_and_its_best_checkpoint(
     tmp_path: Path, shown: dict[str, Callable[..., Any]]

@@ -65,6 +65,7 @@ def test_a_result_names_the_best_checkpoint_which_is_still_there(tmp_path: Path)
     assert f"step {best.step}: evaluation.loss {best.value:.6g}" in succeed("status", result.url)
 
 
+@pytest.mark.long
 @pytest.mark.procs
 def test_without_keep_best_no_checkpoint_is_the_best(tmp_path: Path) -> None:
     result = fit(trainer(tmp_path, "plain", max_steps=2, keep_best=False))
