@@ -6,9 +6,12 @@ from __future__ import annotations
 import multiprocessing
 import signal
 from collections.abc import Callable, Sequence
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any, TypeVar
+
+import pytest
 
 from raysharded.testing import processes
 
@@ -25,6 +28,14 @@ def server() -> ForkServerContext:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     return context
+
+
+@pytest.fixture
+def readers_as_in_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that read data are forks of the server here too, as those of a worker, and no fresh interpreters."""
+    server()
+    forkserver.ensure_running()
+    monkeypatch.setattr(forkserver, "get_inherited_fds", list)
 
 
 def in_a_fork(act: Callable[..., _T], *args: Any, timeout_s: float = 120.0) -> _T:

@@ -15,7 +15,6 @@ from numpy.typing import NDArray
 from raysharded.checkpoint import Claims, Keep, Storage, newest_complete, open_storage, prune
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.testing.storages import save_rows
-from tests.cases import tried_each_time
 from tests.checkpoint.killing import kill_savers
 from tests.checkpoint.samples import with_index
 from tests.forked import server
@@ -150,7 +149,8 @@ def test_a_save_killed_by_sigkill_is_whole_or_invisible_and_its_debris_is_pruned
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("kills", tried_each_time([20], of=[20, 100]))
+@pytest.mark.long  # the test above kills at each moment, and that on S3 at random ones
+@pytest.mark.parametrize("kills", [20, 100])
 def test_processes_killed_in_the_middle_of_a_save_cost_nothing_but_that_save(tmp_path: Path, kills: int) -> None:
     """On S3: tests/s3/test_kills.py."""
     killed = kill_savers(str(tmp_path / "run"), kills=kills, rows=600, chunk=1024)

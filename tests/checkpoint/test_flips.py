@@ -13,7 +13,6 @@ from raysharded.checkpoint import Checkpoint, Storage, open_checkpoint
 from raysharded.checkpoint.storage.local import LocalStorage
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
 from raysharded.testing.storages import CountingStorage
-from tests.cases import tried_each_time
 from tests.checkpoint.samples import State, bytes_of, flipped, raw, read_all, save, with_index
 
 CHUNK = 512
@@ -136,7 +135,8 @@ def test_a_data_file_with_bytes_added_is_found_when_everything_is_verified(saved
         _load(storage, prefix).verify()
 
 
-@pytest.mark.parametrize("every", tried_each_time([5], of=[5, 1]))
+@pytest.mark.long
+@pytest.mark.parametrize("every", [5, 1])
 def test_every_flipped_byte_of_a_small_checkpoint_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:

@@ -304,7 +304,7 @@ _NASTY = st.sampled_from(
 )
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(data=st.data())
 def test_a_manifest_changed_anywhere_opens_or_is_refused(data: st.DataObject) -> None:
     body = json.loads(json.dumps(_BODY))
@@ -333,7 +333,7 @@ _STORAGE = _saved()
 _BODY = json.loads(_STORAGE[0].read(f"{_STORAGE[1]}/manifest.json"))
 
 
-@settings(max_examples=150)
+@settings(max_examples=75)
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from(list('{}[],:"0919e-.\\n tu'))), max_size=4))
 def test_a_manifest_whose_text_was_spoiled_opens_or_is_refused(changes: list[tuple[int, str]]) -> None:
     storage, prefix = _STORAGE
@@ -347,7 +347,7 @@ def test_a_manifest_whose_text_was_spoiled_opens_or_is_refused(changes: list[tup
         str(error).encode()
 
 
-@pytest.mark.parametrize("count", tried_each_time([1000], of=[1000, 5000]))
+@pytest.mark.parametrize("count", tried_each_time([300], of=[300, 5000]))
 def test_what_was_spoiled_anywhere_is_refused_or_read_in_little_memory_and_never_crashes(count: int) -> None:
     command = [sys.executable, "-m", "tests.checkpoint.spoiled", str(count)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)

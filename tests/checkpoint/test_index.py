@@ -46,7 +46,7 @@ def _rows(draw: st.DrawFn) -> list[list[FileBox]]:
 SHAPES = [(name, dims) for dims, name in enumerate(NAMES)]
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(_rows())
 def test_boxes_come_back_from_columns_and_from_parquet_in_their_order(files: list[list[FileBox]]) -> None:
     tables = [BoxTable.of(boxes) for boxes in files]
@@ -210,7 +210,7 @@ def test_pages_that_inflate_to_more_than_boxes_need_are_refused_before_that(
         _read(data)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.data())
 def test_headers_that_were_changed_are_read_or_refused_and_nothing_else(data: st.DataObject) -> None:
     whole = bytearray(_parquet(_columns(), compression=data.draw(st.sampled_from(["none", "zstd"]))))

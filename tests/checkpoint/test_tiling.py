@@ -71,7 +71,7 @@ def _tensors(draw: st.DrawFn) -> tuple[Shape, list[Extent]]:
     return shape, draw(st.permutations(boxes))
 
 
-@settings(max_examples=300)
+@settings(max_examples=150)
 @given(st.lists(_tensors(), min_size=1, max_size=4))
 def test_the_first_tensor_that_is_not_tiled_is_found_with_a_cell_that_shows_it(
     tensors: list[tuple[Shape, list[Extent]]],
@@ -157,8 +157,8 @@ def _crossed(dims: int, cuts: int) -> tuple[Shape, list[Extent]]:
 @pytest.mark.parametrize(
     ("dims", "cuts", "tensors"),
     tried_each_time(
-        [(2, 256, 30), (25, 4, 300), (2, 2, 100_000)],
-        of=[(2, 256, 30), (4, 128, 30), (16, 14, 100), (25, 4, 300), (2, 2, 100_000)],
+        [(2, 256, 30), (2, 2, 10_000)],
+        of=[(2, 256, 30), (4, 128, 30), (16, 14, 100), (25, 4, 300), (2, 2, 10_000), (2, 2, 100_000)],
     ),
 )
 def test_no_way_of_cutting_takes_long(dims: int, cuts: int, tensors: int) -> None:

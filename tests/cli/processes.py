@@ -87,9 +87,10 @@ def one_by_one(
     return [ended(number) for number in range(len(commands))]
 
 
-def in_a_folder(arguments: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """The command in another current folder. Its process is a fork of the server that has imported torch already."""
-    status, out, err = in_a_fork(_ended, arguments, str(folder), environment(), timeout_s=_TIMEOUT_S)
+def in_a_folder(arguments: list[str], folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """The command in another current folder, with its output in files. Its process is a fork of the server that has
+    imported torch already."""
+    status, out, err = in_a_fork(_ended, arguments, str(folder), environment(**variables), timeout_s=_TIMEOUT_S)
     return subprocess.CompletedProcess(arguments, status, out, err)
 
 

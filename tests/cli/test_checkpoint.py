@@ -285,6 +285,7 @@ def test_a_damaged_checkpoint_beside_others_is_listed_with_the_reason(beside: Pa
     assert "no step: 1 damaged part" in invoke("checkpoint", "verify", beside, "--all").stdout
 
 
+@pytest.mark.long
 def test_inspecting_checkpoints_side_by_side_imports_no_torch(beside: Path) -> None:
     code = (
         "import sys; from raysharded.cli import app\n"

@@ -49,7 +49,8 @@ RUN = ("--global-batch-size", 32, "--seq-len", 16, "--workers", 8)
 
 
 def test_a_config_is_planned(config: str) -> None:
-    out = succeed("plan", config, *RUN, "--device-memory", "8GiB", "--host-memory", "10GB")
+    out = succeed("plan", config, *RUN, "--device-memory", "8GiB", "--host-memory", "10GB", "--tflops", 100)
+    assert "lower bounds" in " ".join(out.split())
     for part in (
         "parameters in 3 units",
         "activation checkpointing",
@@ -64,22 +65,19 @@ def test_a_config_is_planned(config: str) -> None:
 
 
 @pytest.mark.parametrize(("speed", "is_short"), tried_each_time([(100, True)], [(100, True), (1e-6, False)]))
-def test_a_step_time_is_never_shown_without_what_it_leaves_out(config: str, speed: float, is_short: bool) -> None:
+def test_json_has_the_same_and_a_step_time_is_never_shown_without_what_it_leaves_out(
+    config: str, speed: float, is_short: bool
+) -> None:
     plan = json.loads(succeed("plan", config, *RUN, "--tflops", speed, "--json"))
-    (note,) = [note for note in plan["notes"] if "lower bounds" in note]
-    assert "reading samples, the optimizer, snapshots, Python and the messages of every round are left out" in note
-    assert (plan["chosen"]["step_s"] < 0.2) == ("expect tens of milliseconds on CPU workers" in note) == is_short
-    assert "lower bounds" in " ".join(succeed("plan", config, *RUN, "--tflops", speed).split())
-
-
-def test_json_has_the_same(config: str) -> None:
-    found = json.loads(succeed("plan", config, *RUN, "--json"))
-    chosen = found["chosen"]
-    assert found["problem"] is None
+    chosen = plan["chosen"]
+    assert plan["problem"] is None
     assert chosen["device_bytes"] + chosen["host_bytes"] == sum(chosen["memory_bytes"].values())
     assert list(chosen["phase_bytes"]) == ["forward", "backward", "the gradient's norm", "the optimizer's step"]
     assert max(chosen["phase_bytes"].values()) == chosen["device_bytes"]
-    assert [each["layout"] for each in found["layouts"]] == ["1x8", "2x4", "4x2", "8x1"]
+    assert [each["layout"] for each in plan["layouts"]] == ["1x8", "2x4", "4x2", "8x1"]
+    (note,) = [note for note in plan["notes"] if "lower bounds" in note]
+    assert "reading samples, the optimizer, snapshots, Python and the messages of every round are left out" in note
+    assert (plan["chosen"]["step_s"] < 0.2) == ("expect tens of milliseconds on CPU workers" in note) == is_short
 
 
 def test_a_trainer_is_planned_as_run_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,6 +113,10 @@ def test_a_trainer_with_tensor_parallelism_is_planned_in_whole_groups(parallel: 
     assert (found["workers"], found["tensor_parallel_degree"]) == (8, 2)  # of 9, one would stand by
     assert [each["layout"] for each in found["layouts"]] == ["1x4x2", "2x2x2", "4x1x2"]
     assert found["chosen"]["sent_bytes"]["tensor"] > 0
+
+
+@pytest.mark.long  # the test above has the groups
+def test_a_trainer_with_tensor_parallelism_is_planned_without_it_and_in_fewer_shards(parallel: Path) -> None:
     alone = json.loads(succeed("plan", parallel, "--tensor", 1, "--workers", 2, "--json"))
     assert [each["layout"] for each in alone["layouts"]] == ["1x2", "2x1"]
     assert alone["chosen"]["sent_bytes"]["tensor"] == 0

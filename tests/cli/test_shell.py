@@ -15,6 +15,7 @@ import pytest
 import typer.main
 
 from raysharded.cli import app
+from tests.cases import tried_each_time
 from tests.cli.test_commands import invoke, succeed
 from tests.paths import ROOT
 
@@ -75,26 +76,29 @@ def shell_path(tmp_path: Path) -> str:
 
 @pytest.mark.procs
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-def test_bash_completes_commands_and_options(shell_path: str) -> None:
+@pytest.mark.parametrize(
+    ("words", "completed"),
+    tried_each_time(
+        [("checkpoint ver", "verify"), ("status --fol", "--follow")],
+        [("sta", "status"), ("checkpoint ver", "verify"), ("status --fol", "--follow"), ("completion z", "zsh")],
+    ),
+)
+def test_bash_completes_commands_and_options(shell_path: str, words: str, completed: str) -> None:
     """As bash does it: the function that the script registers is called with COMP_WORDS and COMP_CWORD."""
     script = """
 eval "$(raysharded completion bash)"
 function=$(complete -p raysharded | sed 's/.*-F \\([^ ]*\\).*/\\1/')
 complete_words() { COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); COMPREPLY=(); $function "$1"; echo "${COMPREPLY[@]}"; }
-complete_words raysharded sta
-complete_words raysharded checkpoint ver
-complete_words raysharded status --fol
-complete_words raysharded completion z
 """
     ran = subprocess.run(
-        ["bash", "--norc", "-c", script],
+        ["bash", "--norc", "-c", f"{script}complete_words raysharded {words}\n"],
         capture_output=True,
         text=True,
         timeout=60,
         env={**os.environ, "PATH": shell_path},
         check=True,
     )
-    assert ran.stdout.splitlines() == ["status", "verify", "--follow", "zsh"], ran.stderr
+    assert ran.stdout.splitlines() == [completed], ran.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])

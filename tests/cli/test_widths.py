@@ -16,12 +16,13 @@ from raysharded.ownership.process_identity import this_process
 from raysharded.report.history.row_table import RowTable
 from tests.cases import tried_each_time
 from tests.checkpoint.retention.runs import Run
-from tests.cli.processes import environment, on_terminal, shell
+from tests.cli.processes import environment, in_a_folder, on_terminal
 from tests.cli.test_runs import own
 from tests.cli.test_shell import ALL
 from tests.cli.test_usage import CONFIG
 from tests.report.entries import avoided, data, generation, run_with_a_loss, started, step, write_run
 
+EVERYTHING = sorted({path[:length] for path in ALL for length in range(len(path) + 1)})
 NAME = "a-run-with-a-name-as-long-as-people-give-them-when-every-setting-is-to-be-in-it-lr3e-4-bs512"
 
 
@@ -60,7 +61,7 @@ def commands(here: Path) -> list[list[str]]:
 
 @pytest.mark.procs
 @pytest.mark.slow
-@pytest.mark.parametrize("variables", [{}, {"TERM": "dumb"}, {"NO_COLOR": "1"}], ids=["colours", "dumb", "no-colours"])
+@pytest.mark.parametrize("variables", tried_each_time([{}], [{}, {"TERM": "dumb"}, {"NO_COLOR": "1"}]), ids=str)
 def test_tables_fit_a_terminal_of_80_columns_in_one_line_per_row(here: Path, variables: dict[str, str]) -> None:
     wanted = commands(here)
     outputs = on_terminal(wanted, columns=80, **variables)
@@ -93,12 +94,12 @@ def test_a_wide_terminal_shows_tables_whole(here: Path) -> None:
 
 @pytest.mark.procs
 def test_a_pipe_gets_every_row_whole_on_one_line(here: Path) -> None:
-    """A terminal at the other end does not matter: `grep` finds the row."""
-    listed = shell(f"raysharded runs {here}/runs | cat", COLUMNS="80").stdout.decode()
+    """Or a file. A terminal at the other end does not matter: `grep` finds the row."""
+    listed = in_a_folder(["runs", f"{here}/runs"], here, COLUMNS="80").stdout
     (row,) = [line for line in listed.splitlines() if NAME in line]
     assert "3 of 1200000" in row
     assert "no memory left" in row or "driver driver0" in row
-    told = shell(f"raysharded report {here}/runs/tiny | cat", COLUMNS="80").stdout.decode()
+    told = in_a_folder(["report", f"{here}/runs/tiny"], here, COLUMNS="80").stdout
     (incident,) = [line for line in told.splitlines() if "Worker 1 was lost" in line]
     assert incident.endswith("computed again 1.00 s).")
     assert [line for line in (listed + told).splitlines() if line != line.rstrip()] == []
@@ -107,20 +108,20 @@ def test_a_pipe_gets_every_row_whole_on_one_line(here: Path) -> None:
     assert max(map(len, rules)) <= 160
 
 
-@pytest.mark.parametrize("columns", tried_each_time([60], [80, 60]))
-def test_help_fits_the_terminal(columns: int) -> None:
-    lines = help_of_everything(columns).splitlines()
+@pytest.mark.parametrize(("columns", "every"), tried_each_time([(60, 4)], [(60, 4), (60, 1), (80, 1)]))
+def test_help_fits_the_terminal(columns: int, every: int) -> None:
+    lines = help_of(EVERYTHING[::every], columns).splitlines()
     assert [line for line in lines if len(line) > columns] == []
 
 
-def test_help_uses_a_wide_terminal_as_far_as_it_reads_well() -> None:
-    lines = help_of_everything(200).splitlines()
+@pytest.mark.parametrize("paths", [[(), ("run",)], pytest.param(EVERYTHING, marks=pytest.mark.long)], ids=len)
+def test_help_uses_a_wide_terminal_as_far_as_it_reads_well(paths: list[tuple[str, ...]]) -> None:
+    lines = help_of(paths, 200).splitlines()
     assert 100 < max(map(len, lines)) <= 120
 
 
-def help_of_everything(columns: int) -> str:
-    """The help of the program, of its groups, and of all commands."""
-    paths = sorted({path[:length] for path in ALL for length in range(len(path) + 1)})
+def help_of(paths: list[tuple[str, ...]], columns: int) -> str:
+    """The help of the program, of groups and of commands."""
     script = (
         "from raysharded.cli import app\n"
         f"for path in {paths!r}:\n"

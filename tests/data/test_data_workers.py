@@ -27,9 +27,11 @@ from raysharded.data.access.transport import packed
 from raysharded.data.sources import Sources
 from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Task
+from tests.cases import tried_each_time
 from tests.data.samples import Large, OnceEach, Restarting, Slow, Together, Unlike, leave_torch_alone
+from tests.forked import readers_as_in_a_worker as readers_as_in_a_worker
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("readers_as_in_a_worker")]
 BATCH = BatchConfig(global_batch_size=6, microbatch_size=2, seed=1)
 
 
@@ -68,7 +70,7 @@ def wait_until_read(loader: MicrobatchLoader, number: int) -> None:
         time.sleep(0.005)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def padding() -> Iterator[ProcessReader]:
     process = DataProcess([Large(9000)], refuses=True, settings=leave_torch_alone, collate=packed(pad))
     yield ProcessReader(process, 0, "Large")
@@ -203,7 +205,7 @@ def test_a_batch_of_the_process_has_the_bits_strides_and_draws_of_one_that_is_ma
     assert padding.read_samples([3], "now", 0).batch is None
 
 
-@pytest.mark.parametrize("collate", [cannot_leave, only_here])
+@pytest.mark.parametrize("collate", tried_each_time([cannot_leave], [cannot_leave, only_here]))
 def test_what_cannot_be_made_there_leaves_the_samples_and_is_not_asked_for_again(collate: Any, tmp_path: Path) -> None:
     processes = processes_of(Large(3), collate=packed(collate))
     reader, collation = ProcessReader(processes, 0, "Large"), Collation(seed=1)

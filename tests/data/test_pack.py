@@ -102,7 +102,7 @@ def test_json_lines_and_parquet_give_the_same_stream_as_their_texts(tmp_path: Pa
     per_row_group=st.integers(1, 20),
     compression=st.sampled_from(["zstd", "none"]),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_the_stream_does_not_depend_on_how_it_is_cut(
     documents: list[bytes], per_file: int, per_row_group: int, compression: Any
 ) -> None:
@@ -480,7 +480,7 @@ def _wait_for_the_end_of(processes: list[int]) -> None:
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", tried_each_time([2], [1, 2]))
 def test_a_packing_that_was_killed_is_continued_and_gives_the_same_bytes(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -580,7 +580,7 @@ def test_a_name_of_the_hub_is_found_in_the_cache_without_a_network_by_every_proc
     assert _bytes_of(tmp_path / "one") == _bytes_of(tmp_path / "two")
 
 
-@pytest.mark.parametrize("workers", [1, 2])
+@pytest.mark.parametrize("workers", tried_each_time([2], [1, 2]))
 def test_progress_has_the_share_of_the_input_also_between_shards_and_of_a_continued_packing(
     tmp_path: Path, workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

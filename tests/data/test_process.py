@@ -22,7 +22,7 @@ from raysharded.data.access.repeat_check import differ
 from raysharded.data.access.sample_reader import DatasetReader
 from raysharded.errors import TaskError
 from tests.data.samples import Drawing, Large, Unlike, leave_torch_alone, two_threads
-from tests.forked import in_a_fork
+from tests.forked import in_a_fork, readers_as_in_a_worker as readers_as_in_a_worker
 
 pytestmark = pytest.mark.procs
 DEADLINE_S = 30.0
@@ -187,6 +187,7 @@ def test_data_that_cannot_be_pickled_are_refused_with_the_way_out() -> None:
         DataProcess([Closed()], refuses=True, settings=leave_torch_alone)
 
 
+@pytest.mark.usefixtures("readers_as_in_a_worker")
 def test_one_that_was_killed_is_reported_when_it_is_replaced_and_not_before(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

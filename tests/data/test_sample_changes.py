@@ -20,6 +20,7 @@ from raysharded.data.sources import Sources
 from raysharded.errors import InexactError
 from tests.cases import tried_each_time
 from tests.data.samples import Restarting, leave_torch_alone
+from tests.forked import readers_as_in_a_worker as readers_as_in_a_worker
 
 BATCH = BatchConfig(global_batch_size=4, microbatch_size=2, seed=1)
 CPU = torch.device("cpu")
@@ -136,7 +137,7 @@ def test_data_that_are_read_in_their_order_are_not_read_again() -> None:
 
 
 @pytest.fixture
-def opened() -> Iterator[Callable[..., tuple[MicrobatchLoader, Collator]]]:
+def opened(readers_as_in_a_worker: None) -> Iterator[Callable[..., tuple[MicrobatchLoader, Collator]]]:
     """A function that opens data, with a `collate` that is called where they are read."""
     found: list[Sources] = []
 

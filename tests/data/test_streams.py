@@ -18,6 +18,7 @@ from raysharded.data.access.repeat_check import differ
 from raysharded.data.sources import Sources
 from raysharded.data.streams.stream import superseded
 from raysharded.errors import ConfigError, DataError, RayshardedError
+from tests.cases import tried_each_time
 
 BATCH = BatchConfig(global_batch_size=4, microbatch_size=2, seed=1)
 
@@ -245,7 +246,8 @@ def test_items_of_shards_are_read_once_in_an_epoch_and_may_be_mixed() -> None:
             ShardedItems(wrong, read)  # type: ignore[arg-type]
 
 
-def test_datasets_of_hugging_face_are_read_in_a_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ahead", tried_each_time([False], [False, True]))  # importing datasets takes seconds
+def test_datasets_of_hugging_face_are_read_in_a_thread_and_in_a_process(tmp_path: Path, ahead: bool) -> None:
     datasets = pytest.importorskip("datasets")
     rows = {"tokens": [list(range(number, number + 4)) for number in range(24)]}
     given = datasets.Dataset.from_dict(rows)
@@ -253,8 +255,7 @@ def test_datasets_of_hugging_face_are_read_in_a_process(tmp_path: Path) -> None:
     by_index = datasets.load_from_disk(tmp_path / "rows").with_format("numpy")
     streamed = Stream(given.to_iterable_dataset(num_shards=4), states=tmp_path / "states", every=2)
     for data, own in ((by_index, 1), (streamed, -streamed.order_digest)):
-        ahead = EngineConfig(prefetch=data is by_index)  # importing datasets takes seconds: once
-        sources = Sources(data, None, BATCH, ahead, nothing)
+        sources = Sources(data, None, BATCH, EngineConfig(prefetch=ahead and data is by_index), nothing)
         try:
             sources.check()
             assert sources.training.samples_per_block == own

@@ -38,13 +38,13 @@ class Ramps:
         return torch.linspace(0.0, 1 + index / 64, 4)
 
 
-def train(folder: str) -> dict[str, Any]:
+def train(folder: str, workers: int = 2) -> dict[str, Any]:
     kinds: list[str] = []
     trainer = rs.ElasticTrainer(
         task=Squares(),
-        data=Ramps(),
+        data=[Ramps()[index] for index in range(64)],
         batch=rs.BatchConfig(global_batch_size=4, microbatch_size=1),
-        scaling=rs.ScalingConfig(num_workers=2),
+        scaling=rs.ScalingConfig(num_workers=workers),
         run=rs.RunConfig(
             name="run", storage_path=folder, max_steps=STEPS, checkpoint=rs.CheckpointConfig(every_steps=EVERY)
         ),

@@ -183,7 +183,7 @@ def test_too_many_open_files_are_found_behind_the_error_of_a_library() -> None:
 def test_a_run_on_a_folder_in_trouble_ends_with_equal_bits_and_gives_no_checkpoint_up(
     tmp_path: Path, preloaded: Preloaded
 ) -> None:
-    well = on_fake_nfs.train(str(tmp_path / "disk"))
+    well = on_fake_nfs.train(str(tmp_path / "disk"), workers=1)
     command = [sys.executable, "-m", "tests.faults.on_fake_nfs", str(tmp_path / "nfs")]
     environment = preloaded(lose=2, stale=9)
     done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -90,6 +90,7 @@ def answers(machines: Machines, source: int, target: int, count: int = 3, wait_s
     return found
 
 
+@pytest.mark.long
 def test_a_link_is_cut_in_one_direction_and_mended(machines: Machines) -> None:
     machines.cut(0, 1)
     assert answers(machines, 0, 1) == []
@@ -99,6 +100,7 @@ def test_a_link_is_cut_in_one_direction_and_mended(machines: Machines) -> None:
     assert len(answers(machines, 0, 1)) == 3
 
 
+@pytest.mark.long
 def test_a_link_delays_and_loses_packets_in_one_direction(machines: Machines) -> None:
     machines.slow_down(0, 1, delay_ms=80)
     assert min(answers(machines, 0, 1)) >= 0.08
@@ -114,6 +116,7 @@ def test_a_link_delays_and_loses_packets_in_one_direction(machines: Machines) ->
     assert min(answers(machines, 0, 1)) < 0.08
 
 
+@pytest.mark.long
 def test_what_a_machine_sends_and_receives_is_limited(machines: Machines) -> None:
     for limit in ({"out_mbit": 0.1}, {"in_mbit": 0.1}):
         machines.limit(2, **limit)
@@ -122,6 +125,7 @@ def test_what_a_machine_sends_and_receives_is_limited(machines: Machines) -> Non
         assert len(answers(machines, 0, 2)) == 3
 
 
+@pytest.mark.long
 def test_a_frozen_machine_answers_nothing_until_it_thaws(machines: Machines) -> None:
     machines[2].freeze()
     assert answers(machines, 0, 2) == []
@@ -129,6 +133,7 @@ def test_a_frozen_machine_answers_nothing_until_it_thaws(machines: Machines) -> 
     assert len(answers(machines, 0, 2)) == 3
 
 
+@pytest.mark.long
 def test_a_machine_without_power_vanishes_without_a_word_and_comes_back_empty(machines: Machines) -> None:
     client = """
 import socket, sys, time

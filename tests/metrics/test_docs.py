@@ -72,6 +72,7 @@ def wandb_records(path: Path) -> Iterator[bytes]:
             parts = b""
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.procs
 def test_wandb_offline_has_the_curves_of_both_drivers(tmp_path: Path) -> None:
@@ -94,6 +95,7 @@ def test_wandb_offline_has_the_curves_of_both_drivers(tmp_path: Path) -> None:
     assert sorted(found) == [(1, 1.0, 0.5), (2, 2.0, 0.5), (3, 3.0, 0.5), (3, 3.5, 0.5), (4, 4.5, 0.5)]
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_mlflow_in_a_folder_has_one_run_of_both_drivers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")

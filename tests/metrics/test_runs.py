@@ -19,14 +19,14 @@ from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.metrics.test_tensorboard import losses, needs_tensorboard
 from tests.metrics.writers import Failing, Kept
-from tests.training.harness import GptTask, samples
+from tests.training.harness import SmallTask, samples
 
 WAIT_S = 240.0
 
 
 def trainer(folder: Path, metrics: Sequence[MetricsWriter]) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
-        task=GptTask(),
+        task=SmallTask(),
         data=samples(),
         batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=(2, 2)),

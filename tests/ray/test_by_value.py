@@ -12,8 +12,9 @@ import torch
 import raysharded as rs
 from raysharded.data.sources import Sources
 from tests.data.samples import leave_torch_alone
+from tests.forked import readers_as_in_a_worker as readers_as_in_a_worker
 
-pytestmark = pytest.mark.procs
+pytestmark = [pytest.mark.procs, pytest.mark.usefixtures("readers_as_in_a_worker")]
 
 
 def data_of_the_script() -> Any:

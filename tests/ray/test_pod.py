@@ -129,6 +129,7 @@ def test_what_a_pod_lacks_is_one_sentence_and_doctor_has_it(pod: Pod, variables:
     assert "/dev/shm" in seen.stdout or "shm-size" in seen.stdout
 
 
+@pytest.mark.long
 def test_doctor_names_the_variable_where_no_folder_of_temporary_files_can_be_written(pod: Pod) -> None:
     seen = pod.run(sys.executable, "-m", "raysharded", "doctor", "/srv/runs", HOME="/srv")
     assert seen.returncode == 1

@@ -49,7 +49,7 @@ def _reached(mixture: Mixture, decisions: Decisions, steps: range) -> int:
 )
 @example(last=30, skips=[], change=None, limits={"books": 2})
 @example(last=30, skips=[(4, 7)], change=60, limits={"books": 2, "code": 1.5, "web": 0.5})
-@settings(deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_sources_are_counted_as_if_each_position_were_looked_up(
     last: int, skips: list[tuple[int, int]], change: int | None, limits: dict[str, float]
 ) -> None:
@@ -148,7 +148,7 @@ def _by_position(step: int, positions: Any) -> Any:
     limits=LIMITS,
 )
 @example(first=1, number=12, skips=[(4, 7)], change=40, limits={"books": 1, "code": 1.5, "web": 0.5})
-@settings(deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_the_samples_of_steps_are_those_that_each_position_has_by_itself(
     first: int, number: int, skips: list[tuple[int, int]], change: int | None, limits: dict[str, float]
 ) -> None:

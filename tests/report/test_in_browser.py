@@ -7,12 +7,14 @@ import math
 import re
 import shutil
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 
 from raysharded.report import RunReport, load
 from raysharded.report.notebook import run_html
+from tests.cases import tried_each_time
 from tests.report.browser import PACKAGE, Browser, program
 from tests.report.entries import data, generation, run_with_a_loss, started, step, with_times, write_run
 from tests.report.standing import Stands
@@ -188,7 +190,9 @@ def test_it_fits_on_a_phone_in_the_dark_and_on_paper(browser: Browser, tmp_path:
         check_quiet(browser, page)
 
 
-@pytest.mark.parametrize(("width", "dark"), [(1280, False), (1280, True), (390, False), (390, True)])
+@pytest.mark.parametrize(
+    ("width", "dark"), tried_each_time([(1280, False), (390, True)], of=product([1280, 390], [False, True]))
+)
 def test_nothing_is_cut_or_wider_than_the_screen(browser: Browser, tmp_path: Path, width: int, dark: bool) -> None:
     for name, report in (("pictured", recorded("pictured", tmp_path)), ("hostile", hostile(tmp_path))):
         page = page_of(report, tmp_path)

@@ -93,14 +93,14 @@ def test_the_loss_of_evaluations_is_a_second_line_with_a_legend_if_there_is_one(
 def test_very_many_steps_workers_and_incidents_are_a_small_piece() -> None:
     many = tuple(range(1000))
     standing = Stands(workers=many, nodes=dict.fromkeys(many, HOSTILE * 9), doing=dict.fromkeys(many, HOSTILE * 9))
-    summary = long_run(20_000).summary
+    summary = long_run(4_000).summary
     html = run_html(standing, summary)
     assert len(html.encode()) < 60_000
     assert f"{max(record.loss for record in summary.steps):.3g}" in html
     assert "And 992 more" in html
     assert run_html(None, summarise(with_times(hostile_run() * 200))).count("<g>") == 30
     numbers = {f"{HOSTILE}{number}": 1.0 for number in range(100)}
-    steps = [step(number, metrics=numbers, evaluation={"loss": number % 7, **numbers}) for number in range(1, 2001)]
+    steps = [step(number, metrics=numbers, evaluation={"loss": number % 7, **numbers}) for number in range(1, 801)]
     assert len(run_html(standing, with_times([started(), *generation(1, [0], 0), *steps])).encode()) < 60_000
 
 

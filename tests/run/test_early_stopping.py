@@ -16,10 +16,10 @@ from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher, fit
 from tests.docs.blocks import blocks, page
-from tests.training.harness import GptTask, samples
+from tests.training.harness import SmallTask, samples
 
 
-class Overfitting(GptTask):
+class Overfitting(SmallTask):
     """A task whose evaluation gets worse with every step."""
 
     def evaluate(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
@@ -69,17 +69,26 @@ def test_a_rule_over_evaluations_ends_a_run_of_any_size_at_the_same_step_with_th
     assert [result.steps for result in found] == [6, 6]  # the evaluations of steps 4 and 6 were worse than that of 2
     assert found[0].fingerprint == found[1].fingerprint
     assert [result.best_checkpoint and result.best_checkpoint.step for result in found] == [2, 2]
-    again = trainer(tmp_path, "two", workers=1, max_steps=40)  # the script is started again
-    assert shown["fit_with_patience"](again, 2) == found[1]
-    further = shown["fit_with_patience"](trainer(tmp_path, "two", workers=1, max_steps=7), 5)
+
+
+@pytest.mark.procs
+@pytest.mark.long  # the code of the guide alone, and resumption
+def test_a_script_that_is_started_again_ends_at_once_or_continues_with_a_greater_patience(
+    tmp_path: Path, shown: dict[str, Callable[..., Any]]
+) -> None:
+    found = shown["fit_with_patience"](trainer(tmp_path, "again", workers=1, max_steps=40), 2)
+    assert found.steps == 6
+    assert shown["fit_with_patience"](trainer(tmp_path, "again", workers=1, max_steps=40), 2) == found
+    further = shown["fit_with_patience"](trainer(tmp_path, "again", workers=1, max_steps=7), 5)
     assert further.steps == 7  # a greater patience continues, to the last step
 
 
+@pytest.mark.long
 @pytest.mark.procs
 def test_a_run_that_is_stopped_has_its_result_and_its_best_checkpoint(
     tmp_path: Path, shown: dict[str, Callable[..., Any]]
 ) -> None:
-    result = shown["start_with_patience"](trainer(tmp_path, "stopped", workers=2, max_steps=100_000), 2)
+    result = shown["start_with_patience"](trainer(tmp_path, "stopped", workers=1, max_steps=100_000), 2)
     assert 6 <= result.steps < 100_000
     newest = [ref for ref in list_checkpoints(open_storage(result.url)) if ref.complete][-1]
     assert (newest.step, result.checkpoint.endswith(newest.prefix)) == (result.steps, True)

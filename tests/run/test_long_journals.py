@@ -27,7 +27,7 @@ def made(folder: Path, steps: int, losses: int) -> Storage:
 def test_a_report_of_many_losses_is_a_page_with_each_loss_once_and_a_new_driver_keeps_what_happened(
     tmp_path: Path,
 ) -> None:
-    steps, losses = 2_000, 40
+    steps, losses = 1_000, 40
     storage = made(tmp_path, steps, losses)
     report, out = load(storage.url), StringIO()
     assert report.ok

@@ -82,6 +82,7 @@ except rs.RunStopped as error:
 """
 
 
+@pytest.mark.long
 @pytest.mark.procs
 def test_the_end_of_the_terminal_ends_a_run_after_one_more_checkpoint(tmp_path: Path) -> None:
     terminal, its = pty.openpty()

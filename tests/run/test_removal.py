@@ -12,6 +12,7 @@ import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -46,11 +47,13 @@ from raysharded.run.removal import execution as removal
 from raysharded.run.removal.execution import carry_out, planned, remove_run
 from raysharded.run.removal.plan import RemovalPlan
 from raysharded.testing.storages import FailingStorage, StorageAround
+from tests.cases import tried_each_time
 from tests.checkpoint.retention.interleaving import every_order
 from tests.checkpoint.retention.runs import Run, ref_of
 from tests.report.entries import data, generation, run_with_a_loss, started, step, write_run
 
 FOLDERS = ("journal", "lease")
+HOW = ["torn", "untouched", "took effect"]
 
 
 @pytest.fixture(autouse=True)
@@ -265,7 +268,8 @@ def test_a_checkpoint_that_cannot_be_copied_keeps_the_run(tmp_path: Path) -> Non
 
 
 @pytest.mark.slow
-def test_a_copy_that_stops_anywhere_is_made_by_the_next_call(tmp_path: Path) -> None:
+@pytest.mark.parametrize("every", tried_each_time([4], [4, 1]))
+def test_a_copy_that_stops_anywhere_is_made_by_the_next_call(tmp_path: Path, every: int) -> None:
     parent = make_run(tmp_path / "w" / "parent", saves=(5,))
     child = make_fork(parent, tmp_path / "w" / "child")
     shutil.copytree(tmp_path / "w", tmp_path / "as before")
@@ -289,7 +293,7 @@ def test_a_copy_that_stops_anywhere_is_made_by_the_next_call(tmp_path: Path) -> 
         assert after is not None
         assert after.storage.url == child.url
         after.verify()
-        fail_at, fired = fail_at + 1, failing.fired
+        fail_at, fired = fail_at + every, failing.fired
     assert fail_at > 20
 
 
@@ -477,7 +481,7 @@ def begun_in(storage: Storage) -> Callable[[Storage], object]:
     return begin
 
 
-@pytest.mark.parametrize("rival", ["pin", "driver"])
+@pytest.mark.parametrize("rival", tried_each_time(["pin"], ["pin", "driver"]))
 def test_in_every_order_of_a_removal_and_a_rival_one_gives_way(tmp_path: Path, rival: str) -> None:
     made = 0
 
@@ -525,8 +529,13 @@ def test_a_pin_after_the_mark_gives_way(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["torn", "untouched", "took effect"])
-def test_a_removal_that_stops_anywhere_leaves_the_run_or_what_is_none_and_is_finished(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "every"),
+    tried_each_time([("torn", 3), ("took effect", 5)], [("torn", 3), ("took effect", 5), *product(HOW, [1])]),
+)
+def test_a_removal_that_stops_anywhere_leaves_the_run_or_what_is_none_and_is_finished(
+    tmp_path: Path, how: str, every: int
+) -> None:
     parent = make_run(tmp_path / "w" / "parent", saves=(5,))
     run = make_run_in(make_fork(parent, tmp_path / "w" / "runs" / "a"))
     write_run(tmp_path / "w" / "runs" / "a", run_with_a_loss()[:5])
@@ -557,8 +566,8 @@ def test_a_removal_that_stops_anywhere_leaves_the_run_or_what_is_none_and_is_fin
         assert find_runs(str(tmp_path / "w" / "runs")) == []
         assert run.storage.list() == []
         assert list_pins(parent.storage) == []
-        fail_at, fired = fail_at + 1, failing.fired
-    assert half > 20
+        fail_at, fired = fail_at + every, failing.fired
+    assert half > 20 / every
 
 
 def test_two_removals_at_once_are_one_and_a_refusal(tmp_path: Path) -> None:
@@ -613,13 +622,16 @@ class Interrupting(StorageAround):
         return act()
 
 
-@pytest.mark.parametrize("stands_still", [False, True])
+@pytest.mark.parametrize(
+    ("stands_still", "every"),
+    tried_each_time([(False, 5), (True, 5)], [(False, 5), (True, 5), (False, 1), (True, 1)]),
+)
 def test_a_removal_at_any_moment_of_another_leaves_nothing_of_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stands_still: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stands_still: bool, every: int
 ) -> None:
     """The second is refused, takes over, or finds nothing. The files of both, their leases too, are deleted.
 
-    Takes some seconds: a removal for each of some fifty moments, many of which wait for a lease.
+    There are some fifty moments; at many of them, one waits for a lease.
     """
     monkeypatch.setattr(removal, "_LEASE_S", 0.05)
     outcomes: list[object] = []
@@ -630,7 +642,7 @@ def test_a_removal_at_any_moment_of_another_leaves_nothing_of_the_run(
         except RayshardedError as error:
             outcomes.append(error)
 
-    for at in itertools.count():
+    for at in itertools.count(step=every):
         run = make_run(tmp_path / "a", saves=(5,))
         plan = planned(run.storage.url, with_forks=False, copy_into_forks=False)
         outcomes.clear()

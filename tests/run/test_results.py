@@ -18,7 +18,7 @@ from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.faults import READY
 from raysharded.testing.processes import ProcessLauncher, fit
 from tests.cli.test_commands import succeed
-from tests.training.harness import GptTask, samples
+from tests.training.harness import SmallTask, samples
 
 WAIT_S = 120.0
 
@@ -31,7 +31,7 @@ def trainer(
         every_steps=2, keep_last=1, keep_best=("evaluation.loss", "max", 1) if keep_best else None
     )
     return rs.ElasticTrainer(
-        task=GptTask(),
+        task=SmallTask(),
         data=samples(),
         batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
         scaling=rs.ScalingConfig(num_workers=workers),
@@ -65,6 +65,7 @@ def test_a_result_names_the_best_checkpoint_which_is_still_there(tmp_path: Path)
     assert f"step {best.step}: evaluation.loss {best.value:.6g}" in succeed("status", result.url)
 
 
+@pytest.mark.long
 @pytest.mark.procs
 def test_without_keep_best_no_checkpoint_is_the_best(tmp_path: Path) -> None:
     result = fit(trainer(tmp_path, "plain", max_steps=2, keep_best=False))

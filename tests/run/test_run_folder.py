@@ -17,7 +17,7 @@ from raysharded.journal.log import read
 from raysharded.ownership.run_folder import RunFolder, identify, run_storage
 from raysharded.report.loader import load
 from raysharded.testing import processes
-from tests.training.harness import GptTask, Tokens, train
+from tests.training.harness import SmallTask, samples, train
 
 STEPS = 40
 OPERATIONS: dict[str, Callable[[Storage], object]] = {
@@ -81,8 +81,8 @@ def test_a_run_whose_folder_is_away_for_a_while_trains_on_and_makes_nothing_in_i
             unmounted.rename(run)
 
     trainer = rs.ElasticTrainer(
-        task=GptTask(),
-        data=Tokens(),
+        task=SmallTask(),
+        data=samples(),
         batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=2),
         run=rs.RunConfig(
@@ -96,7 +96,7 @@ def test_a_run_whose_folder_is_away_for_a_while_trains_on_and_makes_nothing_in_i
     assert heard.count("storage_failing") == 1
     steps = Counter(entry["step"] for entry in read(open_storage(str(run))) if entry["kind"] == "step")
     assert steps == dict.fromkeys(range(1, STEPS + 1), 1)
-    assert result.fingerprint == train(1, steps=STEPS, microbatches=2).fingerprint
+    assert result.fingerprint == train(1, task=SmallTask(), data=samples(), steps=STEPS, microbatches=2).fingerprint
     report = load(str(run))
     assert report.ok
     assert report.ledger is not None

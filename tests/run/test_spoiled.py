@@ -23,7 +23,7 @@ from tests.cli.test_commands import fail, invoke, succeed
 from tests.run import spoiled
 
 
-@pytest.mark.parametrize("count", tried_each_time([12], of=[12, 48]))
+@pytest.mark.parametrize("count", tried_each_time([6], of=[6, 48]))
 def test_spoiled_folders_give_answers_or_our_errors_and_open_no_connection(count: int) -> None:
     found = spoiled.watch(count, 1000)
     assert (found.folders, found.failures) == (count, [])

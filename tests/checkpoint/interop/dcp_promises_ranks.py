@@ -341,18 +341,20 @@ def a_key_that_one_rank_misses_is_named_on_every_rank(kind: Kind, folder: Path) 
 ON_FOUR: tuple[Promise, ...] = (
     layouts_are_loaded_into_others,
     a_state_in_layouts_is_left_for_other_numbers_of_ranks,
-    a_mesh_of_some_of_the_ranks,
-    tensors_on_the_meta_device_are_made_and_filled,
     only_the_ranks_of_process_group_take_part,
-    no_dist_is_a_checkpoint_of_each_rank_by_itself,
-    keys_of_one_rank_alone_are_kept,
     async_save_is_of_the_moment_it_was_called,
     replicas_are_written_once_spread_over_the_ranks,
-    dedup_save_to_lowest_rank_has_them_all_on_one,
-    a_planner_that_deals_out_the_work_of_one_rank,
-    plan_caching_stores_the_values_of_each_save,
     a_rank_that_fails_is_named_on_every_rank,
     a_key_that_one_rank_misses_is_named_on_every_rank,
 )
-LONG_ON_FOUR: tuple[Promise, ...] = (every_layout_is_loaded_into_every_other,)
+LONG_ON_FOUR: tuple[Promise, ...] = (
+    every_layout_is_loaded_into_every_other,
+    a_mesh_of_some_of_the_ranks,
+    tensors_on_the_meta_device_are_made_and_filled,
+    no_dist_is_a_checkpoint_of_each_rank_by_itself,
+    keys_of_one_rank_alone_are_kept,
+    dedup_save_to_lowest_rank_has_them_all_on_one,
+    a_planner_that_deals_out_the_work_of_one_rank,
+    plan_caching_stores_the_values_of_each_save,
+)
 BETWEEN: tuple[Promise, ...] = (what_other_numbers_of_ranks_saved_is_loaded,)

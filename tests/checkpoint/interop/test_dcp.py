@@ -229,6 +229,7 @@ def _load_plainly(folder: str) -> Any:
     return whole({"model": model_state, "optimizer": optimizer_state, "epoch": state["epoch"]})
 
 
+@pytest.mark.long
 @pytest.mark.procs
 def test_an_fsdp2_state_of_plain_torch_passes_through_our_format_to_another_number_of_ranks(tmp_path: Path) -> None:
     saved = run_ranks(tmp_path, 3, _save_plainly, str(tmp_path / "dcp"))

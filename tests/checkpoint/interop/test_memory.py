@@ -71,6 +71,7 @@ def measure(folder: str, prefix: str) -> dict[str, int]:
     return {name: _growth_of(act) for name, act in acts.items()}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="counts memory as Linux tells it")
 def test_no_exchange_holds_more_than_a_bounded_part_of_the_checkpoint(tmp_path: Path) -> None:

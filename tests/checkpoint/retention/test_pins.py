@@ -166,7 +166,7 @@ def test_in_every_order_of_a_pin_and_a_deletion_one_gives_way(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(order=st.lists(st.integers(0, 3), max_size=20))
 def test_in_every_order_of_a_pin_and_three_deletions_a_pin_that_was_made_holds(
     tmp_path_factory: pytest.TempPathFactory, order: list[int]
@@ -177,6 +177,7 @@ def test_in_every_order_of_a_pin_and_three_deletions_a_pin_that_was_made_holds(
     storage.delete(storage.list())  # data in fsspec's memory slows down all that follows
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(order=st.lists(st.integers(0, 2), max_size=60))

@@ -62,7 +62,7 @@ def load_sharded(rank: int, uri: str, mesh: Mesh) -> tuple[dict[str, torch.Tenso
 @pytest.mark.parametrize(
     "mesh",
     [
-        pytest.param(FLAT, id="flat"),
+        pytest.param(FLAT, id="flat", marks=pytest.mark.long),
         pytest.param(HYBRID, id="hybrid", marks=pytest.mark.long),
         pytest.param(TWO_D, id="over tensor parallel"),
     ],
