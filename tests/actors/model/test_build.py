@@ -20,7 +20,7 @@ from raysharded.actors.model.sharded_model import ShardedModel, local_of
 from raysharded.errors import ConfigError, InexactError, TaskError
 from raysharded.task import Strategy
 from tests.actors.fake_group import alone, build, fake_mesh
-from tests.training.harness import GptTask
+from tests.training.harness import TwoBlocksTask
 
 
 class Of(rs.Task):
@@ -58,14 +58,14 @@ def units(sharded: ShardedModel) -> list[str]:
 
 
 def test_the_blocks_of_a_module_list_are_units_and_the_root_is_the_last() -> None:
-    assert units(build(GptTask())) == ["blocks.0", "blocks.1", ""]
+    assert units(build(TwoBlocksTask())) == ["blocks.0", "blocks.1", ""]
 
 
 def test_names_are_those_of_the_unwrapped_model_for_every_wrapping_of_the_blocks() -> None:
-    expected = dict(GptTask().build_model().named_parameters()).keys()
-    assert build(GptTask()).parameters.keys() == expected
-    assert build(GptTask(), activation_checkpointing=True, compile=True).parameters.keys() == expected
-    assert units(build(GptTask(), activation_checkpointing=True)) == ["blocks.0", "blocks.1", ""]
+    expected = dict(TwoBlocksTask().build_model().named_parameters()).keys()
+    assert build(TwoBlocksTask()).parameters.keys() == expected
+    assert build(TwoBlocksTask(), activation_checkpointing=True, compile=True).parameters.keys() == expected
+    assert units(build(TwoBlocksTask(), activation_checkpointing=True)) == ["blocks.0", "blocks.1", ""]
 
 
 def test_the_task_chooses_its_own_units() -> None:
@@ -94,7 +94,7 @@ def test_a_unit_that_the_task_names_twice_is_wrapped_once() -> None:
 
 
 def test_the_task_declares_the_units_that_stay_gathered_until_backward() -> None:
-    class Mixed(GptTask):
+    class Mixed(TwoBlocksTask):
         def strategy(self, name: str, module: nn.Module) -> Strategy | None:
             return {"blocks.0": "gradients", "blocks.1": "full"}.get(name)  # type: ignore[return-value]  # one of them
 
@@ -110,7 +110,7 @@ def test_the_task_declares_the_units_that_stay_gathered_until_backward() -> None
 
 @pytest.mark.parametrize("activation_checkpointing", [False, True])
 def test_a_task_that_inspects_a_units_class_finds_the_original(activation_checkpointing: bool) -> None:
-    class Norms(GptTask):
+    class Norms(TwoBlocksTask):
         def wrap(self, model: nn.Module) -> list[nn.Module]:
             return [model.get_submodule(name) for name in ("blocks.0", "norm")]
 
@@ -124,7 +124,7 @@ def test_a_task_that_inspects_a_units_class_finds_the_original(activation_checkp
 
 
 def test_an_unknown_strategy_is_refused_with_the_units_name() -> None:
-    class Odd(GptTask):
+    class Odd(TwoBlocksTask):
         def strategy(self, name: str, module: nn.Module) -> Any:
             return "half"
 
@@ -258,15 +258,15 @@ def test_units_may_have_a_dtype_each() -> None:
 
 
 def test_persistent_buffers_are_state_and_others_are_not() -> None:
-    assert build(GptTask()).persistent_buffers.keys() == {"positions"}
+    assert build(TwoBlocksTask()).persistent_buffers.keys() == {"positions"}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 7])
 def test_every_rank_holds_its_rows_and_all_of_them_together_the_whole(world_size: int) -> None:
-    whole = {name: tuple(param.shape) for name, param in GptTask().build_model().named_parameters()}
+    whole = {name: tuple(param.shape) for name, param in TwoBlocksTask().build_model().named_parameters()}
     rows = dict.fromkeys(whole, 0)
     for rank in range(world_size):
-        for name, param in build(GptTask(), world_size, rank).parameters.items():
+        for name, param in build(TwoBlocksTask(), world_size, rank).parameters.items():
             local = local_of(param)
             assert tuple(local.shape[1:]) == whole[name][1:]
             assert local.shape[0] <= math.ceil(whole[name][0] / world_size)
@@ -322,5 +322,7 @@ def test_a_change_of_a_buffer_that_torch_does_not_count_is_found_the_first_time_
 
 def test_every_unit_is_sharded_by_fsdp() -> None:
     with fake_mesh(3) as mesh:
-        sharded = build_sharded(GptTask(), rs.EngineConfig(), DeviceMeshes(data=mesh, alone=alone), torch.device("cpu"))
+        sharded = build_sharded(
+            TwoBlocksTask(), rs.EngineConfig(), DeviceMeshes(data=mesh, alone=alone), torch.device("cpu")
+        )
         assert all(isinstance(module, FSDPModule) for _, module in sharded.units)

@@ -125,9 +125,9 @@ def test_columns_that_the_degree_does_not_divide_are_refused() -> None:
 def test_a_unit_that_is_cut_and_replicated_is_refused() -> None:
     class Both(Planned):
         def strategy(self, name: str, module: nn.Module) -> Any:
-            return "replicate" if name == "blocks.1" else None
+            return "replicate" if name == "blocks.0" else None
 
-    with pytest.raises(ConfigError, match=r"strategy replicates 'blocks.1.up.bias', which Both.parallelize cuts"):
+    with pytest.raises(ConfigError, match=r"strategy replicates 'blocks.0.up.bias', which Both.parallelize cuts"):
         build(Both({"blocks.*.up": ColwiseParallel()}), 1, 2)
 
 
