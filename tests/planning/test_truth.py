@@ -149,12 +149,13 @@ OTHER_LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize(("name", "layout"), tried_each_time([("fast", "2x2")], of=OTHER_LAYOUTS))
+@pytest.mark.long
+@pytest.mark.parametrize(("name", "layout"), OTHER_LAYOUTS)
 def test_so_they_are_with_other_settings(name: str, layout: str) -> None:
     check(GptTask(), OTHER_ENGINES[name], mesh(layout), num_metrics=2)
 
 
-@pytest.mark.parametrize(("name", "layout"), OTHER_LAYOUTS[:2])
+@pytest.mark.parametrize(("name", "layout"), [*OTHER_LAYOUTS[:2], ("fast", "1x2")])
 def test_so_they_are_with_other_settings_of_a_small_model(name: str, layout: str) -> None:
     check(OddTask(), OTHER_ENGINES[name], mesh(layout), num_metrics=2)
 

@@ -327,11 +327,9 @@ def _after_backward(setting: Setting, layout: Mesh, view: _View) -> list[tuple[s
     gradients = int(view.units.gradient.sum())
     transient = setting.shapes.transient
     step = int(transient.of_largest * largest + transient.of_all * everything)
-    kinds: dict[str, dict[str, int]] = {}
+    norm = _norm_bytes(learning, _folds(setting.shapes), BLOCK[setting.on_gpu])
+    kinds = {"the gradient's norm": {"gradients": gradients, "exchange": norm}}
     if setting.engine.reduction == "exact":
-        block = BLOCK[setting.on_gpu]
-        norm = _norm_bytes(learning, _folds(setting.shapes), block)
-        kinds["the gradient's norm"] = {"gradients": gradients, "exchange": norm}
         # Digests of gradients are compared around the steps 1, 2, 4, 8, ... of the optimizer.
         step = max(step, DIGEST_BYTES * min(largest, DIGEST_BLOCK[setting.on_gpu]))
     kinds["the optimizer's step"] = {"gradients": gradients, "optimizer": step}
