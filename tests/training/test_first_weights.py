@@ -15,7 +15,7 @@ from raysharded.actors.model.init_batches import InitCalls, batches_of
 from raysharded.actors.model.init_weights import first_build
 from raysharded.errors import TaskError
 from raysharded.ids import derive_seed
-from tests.training.harness import Gpt, GptTask
+from tests.training.harness import Gpt, TwoBlocksTask
 
 
 def draw(task: rs.Task, seed: int = 5) -> dict[str, torch.Tensor]:
@@ -26,7 +26,7 @@ def draw(task: rs.Task, seed: int = 5) -> dict[str, torch.Tensor]:
     return drawn
 
 
-class ByModule(GptTask):
+class ByModule(TwoBlocksTask):
     """Draws its weights one module at a time."""
 
     def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:
@@ -43,8 +43,8 @@ class ByModule(GptTask):
 
 def test_without_init_weights_the_constructor_draws_as_it_would_unsharded() -> None:
     torch.manual_seed(derive_seed(5, "initial weights"))
-    model = Gpt()
-    drawn = draw(GptTask())
+    model = Gpt(2)
+    drawn = draw(TwoBlocksTask())
     for name, param in model.named_parameters():
         assert torch.equal(drawn[f"model.{name}"], param.detach())
     assert torch.equal(drawn["buffer.positions"], model.positions)
@@ -52,14 +52,14 @@ def test_without_init_weights_the_constructor_draws_as_it_would_unsharded() -> N
 
 def test_init_weights_draws_every_module_from_its_own_seed() -> None:
     drawn = draw(ByModule())
-    assert {name for name in drawn if name.startswith("model.")} == {f"model.{n}" for n, _ in Gpt().named_parameters()}
+    assert {name for name in drawn if name.startswith("model.")} == {f"model.{n}" for n, _ in Gpt(2).named_parameters()}
     generator = torch.Generator().manual_seed(derive_seed(5, "initial weights", "blocks.1.up"))
     expected = nn.init.normal_(torch.empty(64, 16), std=0.1, generator=generator)
     assert torch.equal(drawn["model.blocks.1.up.weight"], expected)
     assert not torch.equal(drawn["model.blocks.0.up.weight"], expected)
 
 
-class FromOtherGenerators(GptTask):
+class FromOtherGenerators(TwoBlocksTask):
     """Fills a module's parameters with draws of Python's, NumPy's and torch's generators."""
 
     def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:
@@ -76,7 +76,7 @@ def test_every_generator_draws_from_the_seed_of_the_run_and_the_module() -> None
     assert all(torch.equal(drawn[name], again[name]) for name in drawn)
 
 
-@pytest.mark.parametrize("task", [GptTask(), ByModule(), FromOtherGenerators()])
+@pytest.mark.parametrize("task", [TwoBlocksTask(), ByModule(), FromOtherGenerators()])
 def test_the_seed_alone_decides_and_random_state_outside_is_left_alone(task: rs.Task) -> None:
     before = torch.random.get_rng_state()
     first = draw(task)
@@ -89,7 +89,7 @@ def test_the_seed_alone_decides_and_random_state_outside_is_left_alone(task: rs.
 
 
 def test_a_parameter_that_init_weights_forgets_is_named() -> None:
-    class Forgetful(GptTask):
+    class Forgetful(TwoBlocksTask):
         def init_weights(self, module: nn.Module, generator: torch.Generator) -> None:
             if not isinstance(module, nn.LayerNorm):
                 for param in module.parameters(recurse=False):
@@ -117,7 +117,7 @@ class Sharing(nn.Module):
 
 
 def test_a_buffer_that_several_modules_share_is_drawn_under_each_of_its_names() -> None:
-    class Shared(GptTask):
+    class Shared(TwoBlocksTask):
         def build_model(self) -> nn.Module:
             return Sharing()
 
