@@ -229,6 +229,7 @@ def test_another_degree_by_choice_keeps_the_state_and_costs_no_step(
                 asked = len(seen.memberships)
                 driver.reshard(grouped(job, shards, None, degree))
                 seen.wait(lambda s: len(s.memberships) > asked)  # noqa: B023 - it is called here
+            seen.wait(lambda s: s.step > s.of("generation")[-1]["step"])  # the last checkpoint is of a later step
         finally:
             driver.stop(checkpoint_within_s=WAIT_S)
         running.result(WAIT_S)
