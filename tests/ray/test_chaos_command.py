@@ -11,7 +11,7 @@ import pytest
 
 from raysharded.report import load
 from tests.paths import ROOT
-from tests.training.harness import train
+from tests.ray.test_main_job import undisturbed
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.long]
 
@@ -45,4 +45,4 @@ def test_any_run_can_be_given_faults_from_the_command_line_and_ends_with_the_sam
     assert injected  # by then one of them has struck, on any machine
     assert injected <= {"kill", "raise"}
     assert report.ok
-    assert report.summary.fingerprint == train(1, steps=STEPS).fingerprint
+    assert report.summary.fingerprint == undisturbed(STEPS).fingerprint
