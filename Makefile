@@ -113,6 +113,9 @@ test-long: $(DEV) $(COMPILER) $(TITAN) $(S3FS)
 	@RAYSHARDED_SCHEDULES=3000 $(call timed,long-histories) $(BIN)/python -m pytest $(SIDE_BY_SIDE) \
 		--passed $(LONG)/histories.txt tests/driver/test_simulation.py tests/driver/test_replay.py \
 		tests/driver/test_histories.py $(PYTEST_ARGS)
+	@RAYSHARDED_ALL_EXAMPLES=1 $(call timed,long-examples) $(BIN)/python -m pytest $(SIDE_BY_SIDE) \
+		-m "hypothesis and not long" --passed $(LONG)/examples.txt $(call files_with,max_examples=examples) \
+		$(PYTEST_ARGS) $(or_none)
 
 # torchtitan and what it needs beside the tests' environment: a folder that only its own tests look into.
 $(TITAN): tests/adapters/torchtitan.txt $(DEV)

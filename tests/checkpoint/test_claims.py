@@ -23,6 +23,7 @@ from raysharded.checkpoint.stored_claims import (
 )
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RunOwnedElsewhere, StaleGeneration, StorageError
 from raysharded.testing.storages import CountingStorage, FailingStorage
+from tests.cases import examples
 
 DIGEST = "d" * 64
 
@@ -271,7 +272,7 @@ _PLANS = st.lists(
 _FATES = st.sampled_from(["ok", "ok", "ok", "lost before", "lost after"])
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(150, of=300))
 @given(
     plans=st.lists(_PLANS, min_size=2, max_size=3),
     schedule=st.lists(st.tuples(st.integers(0, 2), _FATES), max_size=60),

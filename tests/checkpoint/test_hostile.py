@@ -18,7 +18,7 @@ from hypothesis import given, settings, strategies as st
 from raysharded.checkpoint import Storage, open_checkpoint, open_storage
 from raysharded.checkpoint.format.encoding import decode, digest
 from raysharded.errors import CheckpointError, CorruptCheckpoint, IncompleteCheckpoint
-from tests.cases import tried_each_time
+from tests.cases import examples, tried_each_time
 from tests.checkpoint.samples import State, raw, read_all, reseal, save, seal
 from tests.checkpoint.spoiled import places
 from tests.paths import ROOT
@@ -304,7 +304,7 @@ _NASTY = st.sampled_from(
 )
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100, of=200))
 @given(data=st.data())
 def test_a_manifest_changed_anywhere_opens_or_is_refused(data: st.DataObject) -> None:
     body = json.loads(json.dumps(_BODY))
@@ -333,7 +333,7 @@ _STORAGE = _saved()
 _BODY = json.loads(_STORAGE[0].read(f"{_STORAGE[1]}/manifest.json"))
 
 
-@settings(max_examples=75)
+@settings(max_examples=examples(75, of=150))
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from(list('{}[],:"0919e-.\\n tu'))), max_size=4))
 def test_a_manifest_whose_text_was_spoiled_opens_or_is_refused(changes: list[tuple[int, str]]) -> None:
     storage, prefix = _STORAGE

@@ -22,6 +22,7 @@ from raysharded.checkpoint.format.index import MIN_BOXES, BadIndex, decode_index
 from raysharded.checkpoint.format.manifest import FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.parquet import inflated_bytes
 from raysharded.errors import CheckpointError, IncompleteCheckpoint
+from tests.cases import examples
 from tests.checkpoint.samples import bytes_of, raw, read_all, save, with_index
 
 NAMES = ["a", "b.weight", "名字", "@", ""]
@@ -46,7 +47,7 @@ def _rows(draw: st.DrawFn) -> list[list[FileBox]]:
 SHAPES = [(name, dims) for dims, name in enumerate(NAMES)]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40, of=60))
 @given(_rows())
 def test_boxes_come_back_from_columns_and_from_parquet_in_their_order(files: list[list[FileBox]]) -> None:
     tables = [BoxTable.of(boxes) for boxes in files]
@@ -210,7 +211,7 @@ def test_pages_that_inflate_to_more_than_boxes_need_are_refused_before_that(
         _read(data)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100, of=200))
 @given(st.data())
 def test_headers_that_were_changed_are_read_or_refused_and_nothing_else(data: st.DataObject) -> None:
     whole = bytearray(_parquet(_columns(), compression=data.draw(st.sampled_from(["none", "zstd"]))))

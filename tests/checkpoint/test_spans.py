@@ -13,6 +13,7 @@ from raysharded.checkpoint.chunk_reader import GAP_SHARE, lay_views, plan_spans,
 from raysharded.checkpoint.format.boxes import BoxTable, FileBox
 from raysharded.checkpoint.format.manifest import DIGEST_BYTES, FileRecord, Manifest, TensorInfo
 from raysharded.checkpoint.format.shardfile import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES, chunk_digests, chunk_size_for
+from tests.cases import examples
 
 
 def _file(number: int, size: int, chunk: int) -> FileRecord:
@@ -37,7 +38,7 @@ def _wanted(draw: st.DrawFn) -> tuple[list[FileRecord], list[Piece]]:
     return files, pieces
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100, of=200))
 @given(_wanted(), st.integers(1, 4000))
 def test_every_chunk_that_is_needed_is_in_one_span_and_few_others_are_read(
     wanted: tuple[list[FileRecord], list[Piece]], span_bytes: int
@@ -66,7 +67,7 @@ def test_every_chunk_that_is_needed_is_in_one_span_and_few_others_are_read(
         assert {id(piece) for piece in span.pieces} == {id(piece) for piece in touching}
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(100, of=200))
 @given(_wanted(), st.integers(1, 4000))
 def test_the_views_of_a_span_cover_it_once_and_every_piece_gets_its_bytes(
     wanted: tuple[list[FileRecord], list[Piece]], span_bytes: int

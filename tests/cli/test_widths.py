@@ -16,7 +16,7 @@ from raysharded.ownership.process_identity import this_process
 from raysharded.report.history.row_table import RowTable
 from tests.cases import tried_each_time
 from tests.checkpoint.retention.runs import Run
-from tests.cli.processes import environment, in_a_folder, on_terminal
+from tests.cli.processes import environment, in_a_folder, on_terminal, shell
 from tests.cli.test_runs import own
 from tests.cli.test_shell import ALL
 from tests.cli.test_usage import CONFIG
@@ -95,7 +95,7 @@ def test_a_wide_terminal_shows_tables_whole(here: Path) -> None:
 @pytest.mark.procs
 def test_a_pipe_gets_every_row_whole_on_one_line(here: Path) -> None:
     """Or a file. A terminal at the other end does not matter: `grep` finds the row."""
-    listed = in_a_folder(["runs", f"{here}/runs"], here, COLUMNS="80").stdout
+    listed = shell(f"raysharded runs {here}/runs | cat", COLUMNS="80").stdout.decode()
     (row,) = [line for line in listed.splitlines() if NAME in line]
     assert "3 of 1200000" in row
     assert "no memory left" in row or "driver driver0" in row

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 import raysharded as rs
 from raysharded.data import padded
 from raysharded.errors import ConfigError
+from tests.cases import examples
 
 SIZE = 4
 
@@ -20,7 +21,7 @@ def _lengths(number: int, seed: int = 0) -> list[int]:
     return [int(one) for one in np.random.default_rng(seed).integers(10, 2000, number)]
 
 
-@settings(max_examples=12)
+@settings(max_examples=examples(12, of=30))
 @given(number=st.integers(1, 100), size=st.integers(1, 7), window=st.integers(1, 9), seed=st.integers(0, 3))
 def test_every_epoch_has_each_sample_once_in_another_order(number: int, size: int, window: int, seed: int) -> None:
     lengths = _lengths(number)

@@ -34,7 +34,7 @@ from raysharded.data.store.progress import PackProgress
 from raysharded.data.text import documents
 from raysharded.data.text.files import find_files
 from raysharded.errors import ConfigError, DataError, StorageError, UnreadableData
-from tests.cases import tried_each_time
+from tests.cases import examples, tried_each_time
 from tests.cli.test_commands import invoke
 
 END = 256
@@ -102,7 +102,7 @@ def test_json_lines_and_parquet_give_the_same_stream_as_their_texts(tmp_path: Pa
     per_row_group=st.integers(1, 20),
     compression=st.sampled_from(["zstd", "none"]),
 )
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=examples(15, of=30), deadline=None)
 def test_the_stream_does_not_depend_on_how_it_is_cut(
     documents: list[bytes], per_file: int, per_row_group: int, compression: Any
 ) -> None:

@@ -364,7 +364,7 @@ def test_texts_are_tokenized_beside_training_as_in_the_guide(load: Load, tmp_pat
     ahead = [{key: rows[0] for key, rows in module.OfTexts(50, 16, 2).collate([text]).items()} for text in texts]
     found = []
     for number, (task, data, workers, data_processes) in enumerate(
-        ((module.NextToken, ahead, 1, None), (module.OfTexts, texts, 2, 2))
+        ((module.NextToken, ahead, 1, None), (module.OfTexts, texts, 1, None), (module.OfTexts, texts, 2, 2))
     ):
         trainer = rs.ElasticTrainer(
             task=task(vocab_size=50, width=16, steps=2),
@@ -375,7 +375,7 @@ def test_texts_are_tokenized_beside_training_as_in_the_guide(load: Load, tmp_pat
             run=rs.RunConfig(name=str(number), storage_path=str(tmp_path / "runs"), max_steps=2),
         )
         found.append(processes.fit(trainer).fingerprint)
-    assert found[0] == found[1] is not None
+    assert found[0] == found[1] == found[2] is not None
 
 
 def test_the_incident_of_the_guide_happens_as_described(

@@ -74,8 +74,12 @@ def test_the_pretraining_script_takes_its_settings_from_the_file_and_survives_a_
     assert disturbed.faults.fired(kill)
 
 
+LEARNED = {40: 3.3, 60: 3.0}
+"""Steps -> the loss of the own loop is below this."""
+
+
 @pytest.mark.procs
-@pytest.mark.parametrize("steps", tried_each_time([6], [6, 60]))
+@pytest.mark.parametrize("steps", tried_each_time([40], LEARNED))
 def test_the_own_loop_learns_and_ends_with_the_same_bits_when_one_of_two_workers_is_killed(
     tmp_path: Path, steps: int
 ) -> None:
@@ -90,7 +94,7 @@ def test_the_own_loop_learns_and_ends_with_the_same_bits_when_one_of_two_workers
     assert disturbed.faults.fired(kill)
     assert one.fingerprint == two.fingerprint
     assert two.loss is not None
-    assert two.loss < (3.0 if steps == 60 else 4.0)  # 3.4 in the first step
+    assert two.loss < LEARNED[steps]  # 3.42 in the first step
 
 
 def test_without_a_corpus_the_pretraining_script_packs_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from raysharded.errors import StorageError
 from raysharded.overrides import Decisions, decided, skipped_before
 from raysharded.report.data_audit import ALONE, audit, reasons, skipped_ranges, sources_read
 from raysharded.report.read_samples import samples_of
+from tests.cases import examples
 from tests.cli.test_commands import invoke
 from tests.report import entries
 from tests.report.entries import started, write_run
@@ -49,7 +50,7 @@ def _reached(mixture: Mixture, decisions: Decisions, steps: range) -> int:
 )
 @example(last=30, skips=[], change=None, limits={"books": 2})
 @example(last=30, skips=[(4, 7)], change=60, limits={"books": 2, "code": 1.5, "web": 0.5})
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50, of=100), deadline=None)
 def test_sources_are_counted_as_if_each_position_were_looked_up(
     last: int, skips: list[tuple[int, int]], change: int | None, limits: dict[str, float]
 ) -> None:
@@ -148,7 +149,7 @@ def _by_position(step: int, positions: Any) -> Any:
     limits=LIMITS,
 )
 @example(first=1, number=12, skips=[(4, 7)], change=40, limits={"books": 1, "code": 1.5, "web": 0.5})
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, of=100), deadline=None)
 def test_the_samples_of_steps_are_those_that_each_position_has_by_itself(
     first: int, number: int, skips: list[tuple[int, int]], change: int | None, limits: dict[str, float]
 ) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from raysharded.report.history.summary import summarise
 from raysharded.report.notebook import run_html
+from tests.cases import tried_each_time
 from tests.report.entries import Entry, data, generation, run_with_a_loss, started, step, with_times
 from tests.report.standing import Stands
 from tests.report.test_page import HOSTILE, Parsed, hostile_run, long_run
@@ -90,18 +91,21 @@ def test_the_loss_of_evaluations_is_a_second_line_with_a_legend_if_there_is_one(
     assert " 14.0L636.0 " in html  # the highest of all losses is the first evaluation's
 
 
-def test_very_many_steps_workers_and_incidents_are_a_small_piece() -> None:
+@pytest.mark.parametrize("steps", tried_each_time([4_000], [4_000, 20_000]))
+def test_very_many_steps_workers_and_incidents_are_a_small_piece(steps: int) -> None:
     many = tuple(range(1000))
     standing = Stands(workers=many, nodes=dict.fromkeys(many, HOSTILE * 9), doing=dict.fromkeys(many, HOSTILE * 9))
-    summary = long_run(4_000).summary
+    summary = long_run(steps).summary
     html = run_html(standing, summary)
     assert len(html.encode()) < 60_000
     assert f"{max(record.loss for record in summary.steps):.3g}" in html
     assert "And 992 more" in html
     assert run_html(None, summarise(with_times(hostile_run() * 200))).count("<g>") == 30
     numbers = {f"{HOSTILE}{number}": 1.0 for number in range(100)}
-    steps = [step(number, metrics=numbers, evaluation={"loss": number % 7, **numbers}) for number in range(1, 801)]
-    assert len(run_html(standing, with_times([started(), *generation(1, [0], 0), *steps])).encode()) < 60_000
+    evaluated = [
+        step(number, metrics=numbers, evaluation={"loss": number % 7, **numbers}) for number in range(1, steps // 5)
+    ]
+    assert len(run_html(standing, with_times([started(), *generation(1, [0], 0), *evaluated])).encode()) < 60_000
 
 
 def test_a_report_shows_itself_as_its_run_does() -> None:

@@ -16,6 +16,7 @@ from raysharded.checkpoint.retention.tombstone import TOMBSTONE_NAME
 from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.errors import CheckpointError, CorruptCheckpoint, StorageError
 from raysharded.testing.storages import FailingStorage
+from tests.cases import examples
 from tests.checkpoint.retention.interleaving import every_order, run
 from tests.checkpoint.retention.runs import Run, ref_of, save_v1, storage as storage
 
@@ -166,7 +167,7 @@ def test_in_every_order_of_a_pin_and_a_deletion_one_gives_way(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40, of=60), deadline=None)
 @given(order=st.lists(st.integers(0, 3), max_size=20))
 def test_in_every_order_of_a_pin_and_three_deletions_a_pin_that_was_made_holds(
     tmp_path_factory: pytest.TempPathFactory, order: list[int]
