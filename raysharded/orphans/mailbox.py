@@ -94,10 +94,10 @@ def _value(sock: socket.socket) -> Any:
 
 
 def _answering(worker: object) -> Answer:
-    async def answer(_: Values, request: list[bytes], __: asyncio.StreamReader) -> list[bytes]:
+    async def answer(_: Values, request: list[bytes], __: asyncio.StreamReader) -> bytes:
         match request:
             case [what, method, args] if what == _CALL and method.decode(errors="replace") in METHODS:
-                return await asyncio.to_thread(_called, worker, method.decode(), args)
+                return wire.pack(await asyncio.to_thread(_called, worker, method.decode(), args))
         raise Nonsense(f"the call {request[:2]!r}"[:100])
 
     return answer

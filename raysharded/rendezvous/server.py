@@ -52,8 +52,11 @@ _BACKLOG = 1024
 _JOIN_S = 5.0
 
 
-Answer = Callable[[Values, list[bytes], asyncio.StreamReader], Awaitable[list[bytes]]]
-"""The reply to a request of a client that has proven its secret; `Values` are those of its prefix. Raises Nonsense."""
+_PIECE_BYTES = 256 << 10
+"""Bytes of a reply that a connection gets at once: the rest is not copied for each client that reads slowly."""
+Answer = Callable[[Values, list[bytes], asyncio.StreamReader], Awaitable[bytes]]
+"""The reply to a request of a client that has proven its secret, as `wire.pack` makes it; `Values` are those of its
+prefix. Raises Nonsense."""
 
 
 class RendezvousServer:
@@ -225,26 +228,32 @@ class _Server:
             while True:
                 size = wire.length_of(await reader.readexactly(wire.LENGTH.size))
                 request = wire.unpack(await reader.readexactly(size))
-                writer.write(wire.pack(await self._answer(values, request, reader)))
-                await writer.drain()
+                await _send(writer, await self._answer(values, request, reader))
         finally:
             values.members -= 1
             if not values.members:
                 del self.held[prefix]  # a prefix is never used again
 
 
-async def _reply(values: Values, request: list[bytes], reader: asyncio.StreamReader) -> list[bytes]:
+async def _send(writer: asyncio.StreamWriter, message: bytes) -> None:
+    whole = memoryview(message)
+    for begin in range(0, len(whole), _PIECE_BYTES):
+        writer.write(whole[begin : begin + _PIECE_BYTES])
+        await writer.drain()
+
+
+async def _reply(values: Values, request: list[bytes], reader: asyncio.StreamReader) -> bytes:
     match request:
         case [b"set", *pairs] if pairs and len(pairs) % 2 == 0:
             for key, value in zip(pairs[::2], pairs[1::2], strict=True):
                 values.set(key, value)
-            return [DONE]
+            return wire.pack([DONE])
         case [b"add", key, amount]:
-            return [DONE, values.add(key, amount)]
+            return wire.pack([DONE, values.add(key, amount)])
         case [b"check", *keys]:
-            return [DONE, b"1" if values.have(keys) else b"0"]
+            return wire.pack([DONE, b"1" if values.have(keys) else b"0"])
         case [b"delete", key]:
-            return [DONE, b"1" if values.delete(key) else b"0"]
+            return wire.pack([DONE, b"1" if values.delete(key) else b"0"])
         case [b"get" | b"wait" as what, timeout_ms, *keys] if _is_time(timeout_ms):
             return await _when_set(values, keys, timeout_ms, reader, answers=what == b"get")
         case [b"exchange", timeout_ms, key, value, *keys] if _is_time(timeout_ms):
@@ -261,11 +270,11 @@ def _is_time(timeout_ms: bytes) -> bool:
 
 async def _when_set(
     values: Values, keys: list[bytes], timeout_ms: bytes, reader: asyncio.StreamReader, *, answers: bool
-) -> list[bytes]:
+) -> bytes:
     """The reply once each key is set, or that it is late; `answers`: with the values."""
     if not values.have(keys) and not await _are_set(values, keys, int(timeout_ms) / 1000, reader):
-        return [LATE, *(key for key in keys if not values.have([key]))][:9]
-    return [DONE, *(values.get(keys) if answers else [])]
+        return wire.pack([LATE, *(key for key in keys if not values.have([key]))][:9])
+    return values.packed(keys) if answers else wire.pack([DONE])
 
 
 async def _are_set(values: Values, keys: list[bytes], within_s: float, reader: asyncio.StreamReader) -> bool:

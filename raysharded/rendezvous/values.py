@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from raysharded.rendezvous.wire import Nonsense
+from raysharded.rendezvous.wire import DONE, Nonsense, pack
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +35,8 @@ class Values:
         """Connections of this generation."""
         self._limits, self._values, self._bytes = limits, dict[bytes, bytes](), 0
         self._awaited: dict[bytes, list[_Awaited]] = {}
+        self._packed: tuple[list[bytes], bytes] = ([], b"")
+        """The newest keys that a reply was made for, and that reply; none after a change of a value."""
 
     def set(self, key: bytes, value: bytes) -> None:
         """Raises Nonsense for more than the store holds, as `add` does."""
@@ -45,6 +47,7 @@ class Values:
         if self._bytes + grown > limits.generation_bytes or (known is None and len(self._values) >= limits.keys):
             raise Nonsense(f"more than {limits.keys} keys, or {limits.generation_bytes} bytes")
         self._values[key], self._bytes = value, self._bytes + grown
+        self._packed = ([], b"")
         for awaited in self._awaited.pop(key, ()):
             awaited.missing.discard(key)
             if not awaited.missing and not awaited.future.done():
@@ -62,13 +65,19 @@ class Values:
         if value is None:
             return False
         self._bytes -= len(key) + len(value)
+        self._packed = ([], b"")
         return True
 
     def have(self, keys: Iterable[bytes]) -> bool:
         return all(key in self._values for key in keys)
 
-    def get(self, keys: Iterable[bytes]) -> list[bytes]:
-        return [self._values[key] for key in keys]
+    def packed(self, keys: list[bytes]) -> bytes:
+        """The reply with the values of these keys, which exist. Members wait for the same keys: they share one reply,
+        as those of 1,000 members would take gigabytes.
+        """
+        if self._packed[0] != keys or not self._packed[1]:
+            self._packed = keys, pack([DONE, *(self._values[key] for key in keys)])
+        return self._packed[1]
 
     def until_there(self, keys: Iterable[bytes]) -> asyncio.Future[None]:
         """A future that is done once each key has been set. Cancel it to wait no longer."""

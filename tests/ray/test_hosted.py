@@ -9,8 +9,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -208,6 +210,22 @@ def test_a_run_is_stopped_forked_and_queried_in_vain_when_it_is_over(tmp_path: P
     ray.kill(host_of(next(name for name, run in hosts().items() if run == "driven")), no_restart=True)
     wait_until(lambda: "driven" not in hosts().values(), "its host's end")
     assert rs.attach("driven").wait(240) == again.wait(240)
+    assert_no_slot_is_leaked()
+
+
+def test_a_stop_is_answered_beside_many_calls_that_wait_for_a_checkpoint(tmp_path: Path) -> None:
+    unable = trainer(tmp_path, 1)
+    unable.scaling = rs.ScalingConfig(num_workers=1, resources_per_worker={"a_node_that_never_comes": 1.0})
+    run = unable.start()
+    with ThreadPoolExecutor(20) as threads:
+        waiting = [threads.submit(run.checkpoint) for _ in range(20)]
+        time.sleep(1)  # those that come later take no thread from the stop
+        run.stop()
+        with pytest.raises(RunFailed, match="Stopped"):
+            run.wait(60)
+        for one in waiting:
+            with pytest.raises(RunFailed, match="ended before the checkpoint was committed"):
+                one.result()
     assert_no_slot_is_leaked()
 
 

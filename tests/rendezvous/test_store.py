@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +19,7 @@ import pytest
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from raysharded.actors.comm.store_client import StoreClient
+from raysharded.actors.comm.store_client import StoreClient, introduced, read_exactly
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.messages import FromStart, GenerationSpec
 from raysharded.rendezvous import wire
@@ -96,6 +97,30 @@ def test_a_member_gets_what_gloo_announces_for_each_of_a_thousand() -> None:
         client.set(key, value)
     assert client.exchange(keys[0], values[0], keys) == values
     assert sum(map(len, values)) > 3 * wire.MAX_MESSAGE_BYTES
+    store.close()
+
+
+def test_members_that_read_slowly_share_the_memory_of_one_reply() -> None:
+    """The reply to each of 1,000 members has 8 MB, and one machine sends them all."""
+    limits = Limits(value_bytes=2_000_000, generation_bytes=64 << 20)
+    store, keys = RendezvousStore("127.0.0.1", limits), [str(rank) for rank in range(8)]
+    values = [rank.to_bytes(1) * 1_500_000 for rank in range(8)]
+    names = [key.encode() for key in keys]
+    tracemalloc.start()
+    try:
+        clients = [introduced("127.0.0.1", store.port, "run/g1", store.secret("run/g1"), 30.0) for _ in keys]
+        for client, name, value in zip(clients, names, values, strict=True):
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+            client.sendall(wire.pack([b"exchange", b"30000", name, value, *names]))
+        for client in clients:  # the store has begun to answer each
+            assert client.recv(1, socket.MSG_PEEK)
+        assert tracemalloc.get_traced_memory()[0] < 4 * sum(map(len, values))
+    finally:
+        tracemalloc.stop()
+    for client in clients:
+        size = wire.length_of(read_exactly(client, wire.LENGTH.size), wire.MAX_REPLY_BYTES)
+        assert wire.unpack(read_exactly(client, size)) == [wire.DONE, *values]
+        client.close()
     store.close()
 
 

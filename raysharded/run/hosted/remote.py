@@ -112,10 +112,15 @@ class AttachedRun(Run):
 
     def _ask(self, what: Ask, **arguments: Any) -> Any:
         request, takes_s = secrets.token_hex(8), arguments.get("timeout_s")
-        forever = what in ("checkpoint", "fork") and takes_s is None
+        waits = what in ("checkpoint", "fork")  # a caller that was killed still takes a thread, which no stop may lack
         try:
             value, error = self._call(
-                "ask", request, what, arguments, group=ASK, takes_s=None if forever else takes_s or 0.0
+                "ask",
+                request,
+                what,
+                arguments,
+                group=FOLLOW if waits else ASK,
+                takes_s=None if waits and takes_s is None else takes_s or 0.0,
             )
         except _NoHost:
             return self._stored()._ask(what, **arguments)
