@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
@@ -243,11 +244,17 @@ def recoveries(outcome: Outcome) -> list[tuple[str, int]]:
     ]
 
 
+def without_replacements(workers: int, losses: int) -> dict[WorkerId, Callable[[], None]]:
+    """Workers that are started in the place of lost ones do not come before the run's end."""
+    return {WorkerId(worker): partial(time.sleep, 600.0) for worker in range(workers, workers + losses)}
+
+
 @pytest.mark.procs
 @pytest.mark.slow
 def test_one_loss_after_the_other_costs_no_committed_step_also_where_mirrors_take_the_place_of_parity() -> None:
     kills = [(2, 2, "forward"), (0, 2, "agree"), (3, 3, "snapshot")]  # the second in the first step after a recovery
-    outcome = train(4, task=SmallTask(), microbatches=MICROBATCHES, steps=STEPS, engine=ONE, kills=kills)
+    late = without_replacements(4, len(kills))
+    outcome = train(4, task=SmallTask(), microbatches=MICROBATCHES, steps=STEPS, engine=ONE, kills=kills, prepare=late)
     check(outcome)
     parity = "parity (2, 1)"
     assert generations(outcome)[:3] == [(4, parity), (3, parity), (2, f"mirrors: {parity} needs 3 workers")]
@@ -259,7 +266,8 @@ def test_one_loss_after_the_other_costs_no_committed_step_also_where_mirrors_tak
 @pytest.mark.long
 def test_one_loss_after_the_other_costs_no_committed_step_of_five_workers() -> None:
     kills = [(2, 1, "forward"), (0, 1, "agree"), (4, 3, "snapshot")]
-    outcome = train(5, task=SmallTask(), microbatches=MICROBATCHES, steps=STEPS, engine=ONE, kills=kills)
+    late = without_replacements(5, len(kills))
+    outcome = train(5, task=SmallTask(), microbatches=MICROBATCHES, steps=STEPS, engine=ONE, kills=kills, prepare=late)
     check(outcome)
     parity = "parity (2, 1)"
     assert generations(outcome)[:3] == [(5, parity), (4, parity), (3, parity)]
@@ -272,7 +280,8 @@ def test_one_loss_after_the_other_costs_no_committed_step_of_five_workers() -> N
 def test_two_losses_at_once_or_one_during_the_recovery_of_another_cost_no_committed_step() -> None:
     pytest.importorskip("zfec", reason="raysharded[parity]")
     kills = [(1, 2, "apply"), (5, 2, "transfer"), (3, 3, "agree"), (4, 3, "agree")]
-    outcome = train(6, task=SmallTask(), microbatches=MICROBATCHES, steps=STEPS, engine=TWO, kills=kills)
+    late = without_replacements(6, len(kills))
+    outcome = train(6, task=SmallTask(), microbatches=MICROBATCHES, steps=STEPS, engine=TWO, kills=kills, prepare=late)
     check(outcome)
     parity = "parity (2, 2)"
     assert generations(outcome)[:3] == [(6, parity), (5, parity), (4, parity)]
