@@ -46,12 +46,11 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="Linu
 @pytest.fixture
 def store() -> Iterator[RendezvousStore]:
     gc.collect()
-    gc.freeze()  # older objects are not walked through: `held` would take half a second
+    gc.freeze()  # for good: `held` would walk through older objects, and so would collections of later tests
     store = RendezvousStore("127.0.0.1")
     yield store
     store.close()
     gc.collect()
-    gc.unfreeze()
 
 
 def where(store: RendezvousStore, prefix: str, timeout_s: float = 30.0) -> Rendezvous:

@@ -38,10 +38,9 @@ SETTLED = 5
 def store() -> Iterator[RendezvousStore]:
     served = RendezvousStore("127.0.0.1")
     gc.collect()
-    gc.freeze()  # older objects are not walked through: counting would take half a second each time
+    gc.freeze()  # for good: counting would walk through older objects, and so would collections of later tests
     yield served
     served.close()
-    gc.unfreeze()
 
 
 class Gru(Gpt):
