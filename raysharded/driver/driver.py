@@ -337,6 +337,7 @@ class Driver:
                 self._translator.forget(worker)
                 self._launcher.kill(worker, at_once=at_once)
             case CollectSave(generation=generation, step=step, members=members):
+                self._committer.begin(generation, step)
                 for member in members:
                     self._throttle.ask(member, generation, step)
             case SumFingerprint(parts=parts):

@@ -77,6 +77,9 @@ class Driver:
         command = CommitSave(generation=GenerationId(generation), step=step, parts=parts, measured={"loss": 1.0 / step})
         self.committer.commit(command, ManifestContext(arithmetic={"cpu": "x"}, num_samples=10))
 
+    def begin(self, step: int, generation: int) -> None:
+        self.committer.begin(GenerationId(generation), step)
+
     def commit(self, step: int, generation: int, parts: tuple[Saved, ...] | None = None) -> Told:
         self.begin_commit(step, generation, parts)
         return self.told.get(timeout=WAIT_S)
@@ -413,3 +416,56 @@ def test_a_run_that_has_ended_leaves_no_more_checkpoints_than_it_keeps(storage: 
     kept = {f"step-{step:010d}" for step in range(6 - keep_last, 6)}
     being_read = {"step-0000000004"} if keep_last == 1 else set()  # the newest until the last commit
     assert kept <= data <= kept | being_read
+
+
+def saved_steps(storage: Storage) -> list[int]:
+    """Steps of which files of a save are there."""
+    return [ref.step for ref in list_checkpoints(storage)]
+
+
+def test_files_of_a_save_that_the_driver_abandoned_are_deleted_when_a_later_one_begins(storage: Storage) -> None:
+    driver = Driver(storage, "driver")
+    generation = driver.own()
+    driver.in_use = [save_prefix(6, GenerationId(generation), "driver")]  # it is written for long
+    for step in (5, 6, 7):
+        driver.begin(step, generation)
+        write_parts(storage, step, generation, "driver")
+    driver.begin(8, generation)
+    driver.finish_work()
+    assert saved_steps(storage) == [6]
+    write_parts(storage, 5, generation, "driver")  # a slow worker
+    driver.in_use = []
+    driver.begin(2, generation + 1)  # after a rewind
+    driver.finish_work()
+    assert saved_steps(storage) == []
+
+
+def test_a_save_that_is_repeated_or_whose_commit_failed_is_not_deleted(storage: Storage) -> None:
+    fails = Stops(storage, lambda key: "manifest.json" in key)
+    driver = Driver(fails, "driver")  # type: ignore[arg-type]
+    generation = driver.own()
+    driver.begin(5, generation)
+    parts = write_parts(storage, 5, generation, "driver")
+    driver.begin(5, generation)  # once more, with the same files
+    driver.begin_commit(5, generation, parts)
+    assert fails.reached.wait(WAIT_S)  # its manifest may be there in a moment
+    driver.begin(6, generation)
+    done = threading.Event()
+    driver.committer._pruning.do(done.set)
+    assert done.wait(WAIT_S)
+    assert saved_steps(storage) == [5]
+    fails.may_go.set()
+    assert isinstance(driver.told.get(timeout=WAIT_S), Committed)
+    assert committed_steps(storage) == [5]
+
+
+def test_files_of_another_driver_and_of_earlier_claims_stay(storage: Storage) -> None:
+    driver = Driver(storage, "driver")
+    generation = driver.own()
+    assert isinstance(driver.commit(4, generation), Committed)
+    write_parts(storage, 5, generation, "other")
+    driver.begin(5, generation)
+    write_parts(storage, 5, generation, "driver")
+    driver.begin(6, generation)
+    driver.finish_work()
+    assert [(ref.step, "other" in ref.prefix) for ref in list_checkpoints(storage)] == [(4, False), (5, True)]

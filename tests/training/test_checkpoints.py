@@ -155,12 +155,23 @@ def test_while_storage_is_slow_checkpoints_are_left_out_and_training_continues(t
     assert fingerprint(state) == undisturbed(6).fingerprint
 
 
-def test_checkpoints_that_fail_disturb_nothing_and_the_last_one_is_written_again(tmp_path: Path) -> None:
-    for step in (1, 2, 3, 6):
+def test_checkpoints_that_fail_disturb_nothing_and_leave_no_files_and_the_last_one_is_written_again(
+    tmp_path: Path,
+) -> None:
+    for step in (1, 2, 3, 4, 6):
         (tmp_path / f"fail{step}").touch()
+        (tmp_path / f"failed{step}-rank00000").touch()  # the other worker's part alone fails
     job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=6, save_every=1)
-    listener = Listening()
-    state = make_driver(job, make_limits(job, 1, last_save_backoff_s=0.1), listener).run()
+    listener = Listening(lambda kind, _: kind == "checkpoint_failed" and len(listener.of(kind)) == 3)
+
+    def wait_for_deletion() -> None:
+        first = listener.of("checkpoint_failed")[0]["step"]
+        storage = open_storage(job.run_url)
+        wait_until(lambda: first not in {ref.step for ref in list_checkpoints(storage)}, "its files stay", WAIT_S)
+
+    listener.do = wait_for_deletion
+    state = make_driver(job, make_limits(job, 2, last_save_backoff_s=0.1), listener).run()
+    assert listener.reached.is_set()
     failed = {fields["step"] for fields in listener.of("checkpoint_failed")}
     assert 6 in failed
     assert all("no space left" in fields["error"] for fields in listener.of("checkpoint_failed"))

@@ -58,6 +58,7 @@ def prune(
     keep: Keep | None,
     *,
     in_flight: Collection[str] = (),
+    abandoned: Collection[str] = (),
     keep_references: bool = False,
     may_go: Callable[[str], bool] = lambda _: True,
     now: bool = False,
@@ -69,9 +70,9 @@ def prune(
     """Delete checkpoints that no rule of `keep`, no pin and no reader needs, and debris; return what was done.
 
     Without `keep`, no committed checkpoint is deleted. `keep` does not count checkpoints that are marked for deletion
-    but were pinned; these go when no pin holds them. Prefixes `in_flight` (being written or read) are left alone. With
-    `keep_references`, a fork keeps what it needs of its parent. `may_go(prefix)` decides just before a checkpoint is
-    retired.
+    but were pinned; these go when no pin holds them. Prefixes `in_flight` (being written or read) are left alone. Saves
+    with the prefixes `abandoned` go: give those alone whose only driver never commits them. With `keep_references`, a
+    fork keeps what it needs of its parent. `may_go(prefix)` decides just before a checkpoint is retired.
 
     With `now`, data is deleted at once, also of checkpoints retired now. Use it only when no one reads any of them. On
     a full disk, only this frees space. With `ended`, no further commit follows: data is deleted at once of all but the
@@ -82,7 +83,8 @@ def prune(
 
     `read_before`: for a caller that prunes repeatedly with one key; claims that are kept there are not read again.
     """
-    plan = _plan(storage, survey(storage, key=key, read_before=read_before), keep, in_flight, now, ended, key)
+    found = survey(storage, key=key, read_before=read_before)
+    plan = _plan(storage, found, keep, in_flight, abandoned, now, ended, key)
     plan = replace(plan, drop=[]) if keep_references else plan
     return _told(plan) if dry_run else _carry_out(storage, plan, now, may_go, key)
 
@@ -92,13 +94,14 @@ def _plan(
     found: Survey,
     keep: Keep | None,
     in_flight: Collection[str],
+    abandoned: Collection[str],
     now: bool,
     ended: bool,
     key: SigningKey | None,
 ) -> _Plan:
     unfinished = storage.unfinished(CHECKPOINTS_FOLDER)
     opened = _Opened(storage, found.refs, key)
-    debris = find_debris(found, unfinished, in_flight)
+    debris = find_debris(found, unfinished, in_flight, abandoned)
     newest = found.history.newest_commit()  # always stays: without it the run would look lost
     linked = {ref.prefix for ref in found.refs if ref.linked}
     pinned = {pin.prefix for pin in list_pins(storage, key=key)}

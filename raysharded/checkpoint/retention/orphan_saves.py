@@ -1,7 +1,8 @@
 """Remains of broken saves, found only where certainly no one can commit them any more.
 
 A save is overtaken when a later claim is of a newer generation, or commits a later step of the same one: then its own
-commit would be rejected (`claims.refusal`). A save that is not overtaken may still be written, however slowly.
+commit would be rejected (`claims.refusal`). A save that is not overtaken may still be written, however slowly, unless
+the driver that would commit it has abandoned it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def is_overtaken(generation: int, step: int, newest: Claim | None) -> bool:
     return newest.generation > generation or (newest.kind == "commit" and newest.step > step)
 
 
-def find_debris(found: Survey, unfinished: Iterable[Unfinished], in_flight: Collection[str] = ()) -> Debris:
+def find_debris(
+    found: Survey, unfinished: Iterable[Unfinished], in_flight: Collection[str] = (), abandoned: Collection[str] = ()
+) -> Debris:
     """Debris in a survey, and among the unfinished writes found after it, and saves that only may be debris."""
     known = {ref.prefix for ref in found.refs}
     begun = {unresolved(*named, {}) for write in unfinished if (named := save_folder_of(write.key)) is not None}
@@ -49,7 +52,7 @@ def find_debris(found: Survey, unfinished: Iterable[Unfinished], in_flight: Coll
     suspects = [ref for ref in found.refs if ref.state in ("unclaimed", "unfinished", "lost", "damaged")]
     suspects += (ref for ref in begun if ref.prefix not in known)
     for ref in sorted(suspects, key=lambda ref: (ref.step, ref.save_id)):
-        reason = _why_left(ref, found, in_flight)
+        reason = _why_left(ref, found, in_flight, abandoned)
         if reason is None:
             refs.append(ref)
         else:
@@ -62,7 +65,7 @@ def writes_of(ref: CheckpointRef, unfinished: Iterable[Unfinished]) -> Sequence[
     return [write for write in unfinished if save_folder_of(write.key) == (ref.step, ref.save_id)]
 
 
-def _why_left(ref: CheckpointRef, found: Survey, in_flight: Collection[str]) -> str | None:
+def _why_left(ref: CheckpointRef, found: Survey, in_flight: Collection[str], abandoned: Collection[str]) -> str | None:
     """Reason why a save stays; None if it is debris."""
     if ref.state in ("lost", "damaged"):
         return ref.reason
@@ -73,7 +76,7 @@ def _why_left(ref: CheckpointRef, found: Survey, in_flight: Collection[str]) -> 
     if ref.generation is None:
         return "it may still be written: neither its name nor a manifest states its generation"
     newest = found.history.newest()
-    if not is_overtaken(ref.generation, ref.step, newest):
+    if ref.prefix not in abandoned and not is_overtaken(ref.generation, ref.step, newest):
         since = f"nothing newer than {claim_key(newest.number)}" if newest else "no claim at all"
         return f"it may still be written: it is of generation {ref.generation}, and there is {since}"
     claim = found.history.commits_of({ref.prefix: ref.generation}).get(ref.prefix)

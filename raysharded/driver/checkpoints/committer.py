@@ -23,6 +23,7 @@ from raysharded.driver.state.arithmetic import own_blocks, own_build_seed, own_c
 from raysharded.driver.state.commands import CommitSave
 from raysharded.driver.state.events import CommitFailed, Committed, Deleted, LeadershipLost, Overtaken
 from raysharded.errors import RayshardedError, RunOwnedElsewhere, StaleGeneration, StorageError
+from raysharded.ids import GenerationId
 from raysharded.journal.backlog import MOST_BYTES
 from raysharded.journal.verified import JournalReader
 from raysharded.layout import combine, digest
@@ -94,6 +95,8 @@ class Committer:
         self.claims = Claims(files.storage, driver, wall=clock.wall, key=files.key)
         self._committing, self._pruning = _Lane("commit"), _Lane("prune")
         self._has_committed = False
+        self._begun: dict[str, tuple[GenerationId, int]] = {}
+        """Saves that no commit was begun of, since the newest one: prefix -> generation and step."""
         self._owed: set[str] = set()
         """Prefixes whose deletion was ordered and is not done. Changes of a set are atomic."""
         self._deleting = threading.Lock()
@@ -104,8 +107,33 @@ class Committer:
         """Whether no other driver has claimed the run since, as far as storage answers."""
         return _newest_owner(self._files.storage, self._files.key) in (self._driver, None)
 
+    def begin(self, generation: GenerationId, step: int) -> None:
+        """Workers begin to write a save. Start to delete what is left of earlier ones that the driver has abandoned:
+        otherwise it fills the disk until the next commit, which it may prevent.
+        """
+        if any(at < (generation, step) for at in self._begun.copy().values()):
+            self._pruning.do(lambda: self._delete_abandoned(generation, step))
+        self._begun[save_prefix(step, generation, self._driver)] = generation, step
+
+    def _delete_abandoned(self, generation: GenerationId, step: int) -> None:
+        try:
+            writing = self._spared().prefixes
+            before = {prefix for prefix, at in self._begun.copy().items() if at < (generation, step)}
+            prune(
+                self._files.storage,
+                None,
+                in_flight=writing,
+                abandoned=before - writing,
+                keep_references=True,
+                key=self._files.key,
+                read_before=self._claims_read,
+            )
+        except Exception as error:  # noqa: BLE001 - thread boundary: the next call continues
+            self._log_kept(error, "abandoned saves")
+
     def commit(self, command: CommitSave, known: ManifestContext, after: Callable[[], None] = lambda: None) -> None:
         """Start to commit a checkpoint, after earlier ones. `after` is called before it, and may block."""
+        self._begun.pop(save_prefix(command.step, command.generation, self._driver), None)
         self._committing.do(lambda: self._commit(command, known, after))
 
     def distrust(self, prefixes: Collection[str]) -> None:
@@ -153,6 +181,9 @@ class Committer:
             self._tell(self._failure(command, error))
         else:
             self._tell(committed)
+            for prefix, at in self._begun.copy().items():
+                if at < (command.generation, command.step):  # retention deletes what a later commit overtakes
+                    self._begun.pop(prefix, None)
             if self._pruning.is_idle:
                 self._pruning.do(lambda: self._prune(committed.prefix))
 
