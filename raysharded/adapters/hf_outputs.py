@@ -78,8 +78,15 @@ class Outputs(Base):
         self._outputs, self.preprocess_logits_for_metrics = iter([each[:3] for each in outputs]), None
         try:
             found = super().evaluation_loop(stand_in, *rest)
+            left = next(self._outputs, None)
         finally:
             self._outputs, self.preprocess_logits_for_metrics = None, preprocess
+        if left is not None:
+            raise ConfigError(
+                f"{type(self).__name__}.evaluation_loop: it has computed with its dataloader's batches, and a session "
+                "computes held-out batches itself. Call super().evaluation_loop(), or self.prediction_step() for each "
+                "batch; change what is computed of a batch in prediction_step or compute_loss."
+            )
         self._note(found.metrics)
         return found
 

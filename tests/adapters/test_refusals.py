@@ -297,6 +297,27 @@ class OtherCollator:
         trainer.evaluate()
 
 
+def evaluating_by_itself(session: Any) -> None:
+    import transformers
+    from transformers.trainer_utils import EvalLoopOutput
+
+    from raysharded.adapters.transformers import elastic
+
+    class Own(transformers.Trainer):
+        def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+            seen = sum(len(batch) for batch in dataloader)
+            return EvalLoopOutput(predictions=np.zeros(0), label_ids=None, metrics={"eval_n": seen}, num_samples=seen)
+
+    trainer = elastic(Own, session)(
+        session.build(causal_lm),
+        arguments(tempfile.mkdtemp(), max_steps=1),
+        train_dataset=texts(),
+        data_collator=padded,
+    )
+    trainer.train()
+    trainer.evaluate(texts(4))
+
+
 @pytest.mark.procs
 def test_numbers_of_the_training_data_may_be_samples_if_the_run_reads_its_places() -> None:
     script = Script(data=NODES, given=lambda: {"data_collator": looked_up}, max_steps=2)  # type: ignore[arg-type]
@@ -338,6 +359,7 @@ def adapter_behind_build(session: Any) -> None:
         (Script(behind=evaluated, max_steps=1), r"Trainer: held-out data: its samples are numbers, as 2"),
         (OtherCollator(samples=False), r"Own\.get_eval_dataloader: its collate_fn is another than data_collator="),
         (OtherCollator(samples=True), r"Own\.get_eval_dataloader: its SubsetRandomSampler leaves samples out"),
+        (evaluating_by_itself, r"Own\.evaluation_loop: .* a session computes held-out batches itself\. Call super\(\)"),
         (without_build, r"Trainer\(model=LlamaForCausalLM\): the session has built no model"),
         (without_elastic, r"\d: .* moved to a device: .*In a session a Trainer is elastic\(Trainer, session\)"),
         (adapter_behind_build, r"test_refusals\.py:\d+: adapter_behind_build: .*get_peft_model.*variable\.set_data"),
@@ -349,12 +371,13 @@ def adapter_behind_build(session: Any) -> None:
         "held-out numbers",
         "another collator of held-out data",
         "a part of held-out data",
+        "an evaluation loop of a subclass",
         "no build",
         "no elastic",
         "OLoRA behind build",
     ],
 )
 def test_a_run_ends_with_the_sentence(script: Any, sentence: str) -> None:
-    steps = 1 if "held-out" in sentence or "get_eval" in sentence else STEPS
+    steps = 1 if "held-out" in sentence or "get_eval" in sentence or "evaluation_loop" in sentence else STEPS
     with pytest.raises(RayshardedError, match=sentence):
         run(1, script, steps=steps)
