@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.cases import tried_each_time
 from tests.paths import ROOT
 
 USER = 1000770000
@@ -104,19 +105,19 @@ def test_fit_in_a_pod_needs_a_volume_and_no_home(pod: Pod) -> None:
     assert len(done.stdout.split()[-1]) == 32
 
 
+SESSIONS = (
+    {"HOME": "/srv", "TMPDIR": "/srv", "RAY_TMPDIR": "/tmp"},
+    "Ray keeps its sessions in /tmp/ray, which cannot be written by user 1000770000",
+)
+HOMES = [  # without a pod, test_surroundings.py has one
+    ({"HOME": "/", "TMPDIR": "/srv", "RAY_TMPDIR": "/srv"}, "HOME=/ cannot be written by user 1000770000"),
+    ({"TMPDIR": "/srv", "RAY_TMPDIR": "/srv"}, "user 1000770000 has no home: HOME is not set"),
+]
+
+
 @pytest.mark.ray
 @pytest.mark.clusters
-@pytest.mark.parametrize(
-    ("variables", "told"),
-    [
-        ({"HOME": "/", "TMPDIR": "/srv", "RAY_TMPDIR": "/srv"}, "HOME=/ cannot be written by user 1000770000"),
-        ({"TMPDIR": "/srv", "RAY_TMPDIR": "/srv"}, "user 1000770000 has no home: HOME is not set"),
-        (
-            {"HOME": "/srv", "TMPDIR": "/srv", "RAY_TMPDIR": "/tmp"},
-            "Ray keeps its sessions in /tmp/ray, which cannot be written by user 1000770000",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("variables", "told"), tried_each_time([SESSIONS], of=[SESSIONS, *HOMES]))
 def test_what_a_pod_lacks_is_one_sentence_and_doctor_has_it(pod: Pod, variables: dict[str, str], told: str) -> None:
     done = pod.run(sys.executable, "-c", FIT, **variables)
     assert done.returncode == 1
