@@ -16,7 +16,7 @@ from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault
 from tests.session.loops import Loop, by_task, run
-from tests.training.harness import Gpt
+from tests.training.harness import A_CHANGE, Gpt
 
 pytestmark = pytest.mark.procs
 DEEPER = "TESTS_MAKE_ANOTHER_MODEL"
@@ -65,7 +65,7 @@ def test_a_model_is_made_twice_in_a_process_that_begins_and_once_in_one_that_joi
 ) -> None:
     """The second time for the values of the first weights. A worker that joins is compared with what was built, and not
     with what became of it. The rates have changed, too: by the schedule."""
-    faults = [Fault(worker=WorkerId(0), step=4, phase="data", kind="wait", until=WorkerId(2))]
+    faults = [Fault(worker=WorkerId(0), step=4, phase="data", kind="wait", until=A_CHANGE)]
     outcome = run(2, Changing(Made(tmp_path)), kills=[(1, 2, "forward")], faults=faults)
     assert outcome.of("generation")[-1]["members"] == [0, 2]
     assert outcome.bits == by_task().bits

@@ -27,7 +27,7 @@ from raysharded.ids import WorkerId
 from raysharded.task import TrainFunction
 from raysharded.testing import Fault
 from tests.session.loops import Average, Loop, by_task, compute, optimizer_of, run
-from tests.training.harness import Gpt, Outcome, make_driver, make_limits
+from tests.training.harness import A_CHANGE, Gpt, Outcome, make_driver, make_limits
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
 
 STEPS, JOIN_STEPS = 5, 8
@@ -51,7 +51,7 @@ class Toggling(Keeping):
 
 @pytest.mark.procs
 def test_modes_that_are_set_at_a_boundary_outlive_a_join() -> None:
-    waits = Fault(worker=WorkerId(0), step=4, phase="data", kind="wait", until=WorkerId(2))
+    waits = Fault(worker=WorkerId(0), step=4, phase="data", kind="wait", until=A_CHANGE)
     found = run(2, Toggling(), steps=JOIN_STEPS, kills=[(1, 2, "forward")], faults=[waits])
     assert [len(fields["members"]) for fields in found.of("generation")] == [2, 1, 2]
     assert 4 <= found.of("generation")[-1]["step"] < JOIN_STEPS

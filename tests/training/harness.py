@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.actors.process import environment
+from raysharded.actors.step.engine import Engine
 from raysharded.checkpoint import SigningKey, Storage, open_storage
 from raysharded.checkpoint.retention.policy import Keep
 from raysharded.clock import SystemClock
@@ -30,9 +32,14 @@ from raysharded.ownership.leadership import LeaseTerms
 from raysharded.protocol.job import Job
 from raysharded.task import TrainFunction
 from raysharded.testing import Fault, FaultPlan
+from raysharded.testing.faults import READY
 from raysharded.testing.processes import ProcessLauncher
 from tests import patches
 
+A_CHANGE = WorkerId(99)
+"""For `Fault(until=)` in `train`: waits until the driver wants another generation after this step, as one that was
+started in a lost worker's place is ready, and the change is prepared. Until the worker is ready would be too early: the
+run may be over before it joins."""
 VOCABULARY, WIDTH, SEQUENCE, HEADS = 67, 16, 8, 2  # few of these divide by the numbers of workers that are tried
 
 
@@ -285,6 +292,9 @@ def train(
         elif prepare is not None:
             first = {WorkerId(worker): prepare for worker in range(workers + losses)}
         first |= {WorkerId(worker): partial(believe_to_be_on, node) for worker, node in enumerate(nodes)}
+        for fault in plan.faults:
+            if fault.until == A_CHANGE:
+                first[fault.worker] = partial(_mark_changes, folder, first.get(fault.worker))
         state = make_driver(job, limits, listener, prepare=first).run()
         assert all(plan.fired(fault) for fault in plan.faults)
     last = done or steps
@@ -294,6 +304,19 @@ def train(
         fingerprint=state.result_fingerprint,
         entries=tuple(listener.entries),
     )
+
+
+def _mark_changes(folder: str, others: Callable[[], None] | None) -> None:
+    """In a worker's process: leave the mark that a fault waits for when the driver requests a boundary."""
+    if others is not None:
+        others()
+    request = Engine.request_boundary
+
+    def marked(engine: Engine) -> None:
+        request(engine)
+        Path(folder, f"{READY}-worker{A_CHANGE}").touch()
+
+    setattr(Engine, "request_boundary", marked)  # noqa: B010 - mypy refuses to assign to a method
 
 
 def believe_to_be_on(node: str) -> None:

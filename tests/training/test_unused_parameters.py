@@ -23,7 +23,7 @@ from raysharded.ids import WorkerId
 from raysharded.task import Strategy
 from raysharded.testing import Fault
 from tests.cases import tried_each_time
-from tests.training.harness import Collector, Outcome, log_into, make_driver, make_job, make_limits, train
+from tests.training.harness import A_CHANGE, Collector, Outcome, log_into, make_driver, make_job, make_limits, train
 from tests.training.llama import LlamaTask
 
 pytestmark = pytest.mark.procs
@@ -243,7 +243,7 @@ def test_a_worker_without_a_microbatch_presumes_the_parameters_of_the_step_befor
 
 
 def test_a_worker_may_join_just_after_the_step_that_uses_a_parameter_first() -> None:
-    wait = Fault(worker=WorkerId(0), step=4, phase="forward", kind="wait", until=WorkerId(3))
+    wait = Fault(worker=WorkerId(0), step=4, phase="forward", kind="wait", until=A_CHANGE)
     engine = rs.EngineConfig(prepare_changes=False)
     outcome = trained(3, kills=[(1, 1, "data")], faults=[wait], task=Slow(), steps=7, engine=engine)
     workers = [fields["workers"] for fields in outcome.of("step")]

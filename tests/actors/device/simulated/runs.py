@@ -14,7 +14,7 @@ from raysharded.ids import WorkerId
 from raysharded.testing import Fault
 from tests.actors.device.simulated.accelerator import simulate
 from tests.actors.device.simulated.removals import Removal
-from tests.training.harness import samples, train
+from tests.training.harness import A_CHANGE, samples, train
 
 _LOCAL = rs.EngineConfig(accumulation="local")
 RUNS: dict[str, tuple[int, dict[str, Any]]] = {
@@ -35,7 +35,7 @@ RUNS: dict[str, tuple[int, dict[str, Any]]] = {
         2,
         {
             "kills": [(1, 2, "backward")],
-            "faults": [Fault(worker=WorkerId(0), step=4, phase="data", kind="wait", until=WorkerId(2))],
+            "faults": [Fault(worker=WorkerId(0), step=4, phase="data", kind="wait", until=A_CHANGE)],
             "steps": 8,
         },
     ),
