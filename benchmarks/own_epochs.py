@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from functools import partial
 from types import TracebackType
@@ -47,6 +48,7 @@ class OwnEpoch:
 
 def main() -> None:
     torch.set_num_threads(1)
+    gc.freeze()  # as in a worker
     parser = arguments()
     parser.add_argument("--no-disk", action="store_true")
     options = parser.parse_args()

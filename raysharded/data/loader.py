@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -27,8 +27,22 @@ if TYPE_CHECKING:
 MicrobatchKey: TypeAlias = tuple[int, int]
 """The pair (step, microbatch): the step from 1 on, the logical microbatch from 0 on."""
 _LEAST_IDS = 4096  # computed at once: for few of them most of the time goes to calls
-_Place: TypeAlias = tuple[int, int, int, int, Blocks, WeightChanges]
-"""The tuple (step, microbatch, samples skipped before, number of the rule `order`, blocks, changed weights)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Rules:
+    """All that decides which samples a microbatch has. One object until one of them changes: it is compared often."""
+
+    skips: Skips = ()
+    order: int = 1
+    """Number of the rule `order`."""
+    blocks: Blocks = NO_BLOCKS
+    weights: WeightChanges = ()
+    """Changed weights of a mixture."""
+
+
+_Place: TypeAlias = tuple[int, int, _Rules]
+"""The tuple (step, microbatch, rules)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -140,10 +154,7 @@ class MicrobatchLoader:
         self._batch = batch
         self._num_samples: int | None = None
         self._samples_per_block: int | None = None
-        self._skips: Skips = ()
-        self._order = 1
-        self._blocks = NO_BLOCKS
-        self._weights: WeightChanges = ()
+        self._rules = _Rules()
         self.collation = collation
         """Whether batches are made where samples are read; None: they are not."""
         self.ahead: Callable[[Microbatch], Microbatch] = lambda microbatch: microbatch
@@ -183,21 +194,20 @@ class MicrobatchLoader:
     def require_steps(self, last_step: int) -> None:
         """Raise DataError if a mixture ends before this step, by the decisions that `skip` was given."""
         if self.samples_per_block < 0:
-            position = consumed(self._skips, last_step, self._batch.global_batch_size) - 1
-            self._reader.require_position(position, self._weights)
+            position = consumed(self._rules.skips, last_step, self._batch.global_batch_size) - 1
+            self._reader.require_position(position, self._rules.weights)
 
     def skip(self, skips: Skips, order: int = 1, blocks: tuple[int, int] = (1, 1), weights: WeightChanges = ()) -> None:
         """Take the samples at the positions that follow from these decisions, in this order, from now on.
 
         Must not run concurrently with `load`.
         """
-        self._skips, self._order, self._blocks, self._weights = skips, order, Blocks(*blocks), weights
+        rules = _Rules(skips, order, Blocks(*blocks), weights)
+        if astuple(rules) != astuple(self._rules):  # otherwise what was read ahead stays
+            self._rules = rules
         self._upcoming.restart(weights)
         if self.collation is not None:
             self.collation.restart()
-
-    def _place(self, key: MicrobatchKey) -> _Place:
-        return *key, skipped_before(self._skips, key[0]), self._order, self._blocks, self._weights
 
     def load(self, step: int, microbatch: int) -> Microbatch:
         """The microbatch with its samples in order. Raises ValueError for one that no step has.
@@ -205,7 +215,7 @@ class MicrobatchLoader:
         Raises TaskError with the user's traceback if the dataset fails, DataError for damaged files, and RuntimeError
         after `close`.
         """
-        place = self._place((step, microbatch))
+        place = (step, microbatch, self._rules)
         outcome = self._prefetcher.take(place) if self._prefetcher is not None else None
         if outcome is not None and outcome.error is not None:
             raise outcome.error
@@ -213,14 +223,14 @@ class MicrobatchLoader:
 
     def samples_again(self, step: int, microbatch: int) -> list[Any]:
         """The samples of a microbatch, read once more. Raises as `load`."""
-        return self._read(self._place((step, microbatch))).samples
+        return self._read((step, microbatch, self._rules)).samples
 
     def plan(self, upcoming: Iterable[MicrobatchKey]) -> None:
         """Prefetch these, in order, instead of the previous plan. Does nothing without `prefetch`."""
         if self._prefetcher is not None:
             keys = list(upcoming)
             self._upcoming.plan(keys)
-            self._prefetcher.plan(self._place(key) for key in keys)
+            self._prefetcher.plan((step, index, self._rules) for step, index in keys)
 
     def load_range(self, start: int, stop: int) -> list[Any]:
         """The samples start .. stop-1 in the dataset's own order, unrecorded.
@@ -258,9 +268,10 @@ class MicrobatchLoader:
         """Positions and ids that these microbatches of these steps read, in this order."""
         size = self._batch.microbatch_size
         within = np.concatenate([np.arange(index * size, (index + 1) * size) for index in microbatches])
-        firsts = [(step - 1) * self._batch.global_batch_size + skipped_before(self._skips, step) for step in steps]
+        rules = self._rules
+        firsts = [(step - 1) * self._batch.global_batch_size + skipped_before(rules.skips, step) for step in steps]
         positions = (np.asarray(firsts, dtype=np.int64)[:, None] + within).reshape(-1)
-        return positions, sample_ids(self._batch.seed, positions, self.num_samples, self._order, self._blocks)
+        return positions, sample_ids(self._batch.seed, positions, self.num_samples, rules.order, rules.blocks)
 
     def _read_ahead(self, place: _Place) -> Microbatch:
         wish = None if self.collation is None else self.collation.wish(place[0], place[1])
@@ -270,17 +281,21 @@ class MicrobatchLoader:
         return self.ahead(found)
 
     def _read(self, place: _Place, wish: Wish | None = None) -> Microbatch:
-        step, index, skipped, order, blocks, weights = place
+        step, index, rules = place
         batch = self._batch
 
         def positions() -> Int64s:
+            skipped = skipped_before(rules.skips, step)
             return positions_of_microbatch(step, index, batch.global_batch_size, batch.microbatch_size, skipped)
 
-        known = self._upcoming.find(step, index) if place == self._place((step, index)) else None
-        ids = sample_ids(batch.seed, positions(), self.num_samples, order, blocks) if known is None else known[0]
+        known = self._upcoming.find(step, index) if rules is self._rules else None
+        if known is None:
+            ids = sample_ids(batch.seed, positions(), self.num_samples, rules.order, rules.blocks)
+        else:
+            ids = known[0]
         number = derive_seed(batch.seed, "samples", step, index)
         wanted = ids.tolist()
-        reads = self._reader.read_samples(wanted, f"in step {step}, microbatch {index}", number, weights, wish)
+        reads = self._reader.read_samples(wanted, f"in step {step}, microbatch {index}", number, rules.weights, wish)
         if known is not None and reads.ids == wanted:
             return _microbatch(step, index, reads, ids, known[1])
         ids = np.asarray(reads.ids, dtype=np.int64)
