@@ -68,22 +68,26 @@ class Outputs(Base):
                 logits = preprocess(logits, labels)
             return loss, logits, labels, batch[name] if "inputs" in self.args.include_for_metrics else None
 
-        outputs = outputs_of(self.session, data, size, compute)
+        outer, self._outputs = self._outputs, None  # that of an evaluation loop that calls for another evaluation
+        try:
+            outputs = outputs_of(self.session, data, size, compute)
+        finally:
+            self._outputs = outer
 
         def collate(ids: list[int]) -> dict[str, torch.Tensor]:
             inputs = outputs[ids[0] // size][3]
             return {name: torch.tensor(ids) if inputs is None else inputs}
 
         stand_in = self.accelerator.prepare(DataLoader(range(len(data)), size, collate_fn=collate))  # type: ignore[arg-type]
-        self._outputs, self.preprocess_logits_for_metrics = iter([each[:3] for each in outputs]), None
+        own = iter([each[:3] for each in outputs])
+        self._outputs, self.preprocess_logits_for_metrics = own, None
         try:
             found = super().evaluation_loop(stand_in, *rest)
-            left = next(self._outputs, None)
         finally:
-            self._outputs, self.preprocess_logits_for_metrics = None, preprocess
-        if left is not None:
+            self._outputs, self.preprocess_logits_for_metrics = outer, preprocess
+        if next(own, None) is not None:
             raise ConfigError(
-                f"{type(self).__name__}.evaluation_loop: it has computed with its dataloader's batches, and a session "
+                f"{type(self).__name__}.evaluation_loop: it has not taken the outputs of all batches, and a session "
                 "computes held-out batches itself. Call super().evaluation_loop(), or self.prediction_step() for each "
                 "batch; change what is computed of a batch in prediction_step or compute_loss."
             )

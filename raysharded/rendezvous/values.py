@@ -73,7 +73,7 @@ class Values:
 
     def packed(self, keys: list[bytes]) -> bytes:
         """The reply with the values of these keys, which exist. Members wait for the same keys: they share one reply,
-        as those of 1,000 members would take gigabytes.
+        as one each would take gigabytes for 1,000 members.
         """
         if self._packed[0] != keys or not self._packed[1]:
             self._packed = keys, pack([DONE, *(self._values[key] for key in keys)])

@@ -53,6 +53,22 @@ class Stops:
         return getattr(self._storage, name)
 
 
+class Refuses:
+    """A storage that refuses the first put of a kind."""
+
+    def __init__(self, storage: Storage, at: Callable[[str], bool]) -> None:
+        self._storage, self._at, self._refused = storage, at, False
+
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        if self._at(key) and not self._refused:
+            self._refused = True
+            raise StorageError(f"put_if_absent {key} failed")
+        return self._storage.put_if_absent(key, data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._storage, name)
+
+
 class Driver:
     """A committer, and its messages."""
 
@@ -440,23 +456,40 @@ def test_files_of_a_save_that_the_driver_abandoned_are_deleted_when_a_later_one_
     assert saved_steps(storage) == []
 
 
-def test_a_save_that_is_repeated_or_whose_commit_failed_is_not_deleted(storage: Storage) -> None:
-    fails = Stops(storage, lambda key: "manifest.json" in key)
+def test_a_save_whose_commit_failed_is_not_deleted_also_if_it_is_repeated(storage: Storage) -> None:
+    fails = Refuses(storage, lambda key: "manifest.json" in key)
     driver = Driver(fails, "driver")  # type: ignore[arg-type]
     generation = driver.own()
     driver.begin(5, generation)
     parts = write_parts(storage, 5, generation, "driver")
+    assert isinstance(driver.commit(5, generation, parts), CommitFailed)  # storage may have it all the same
     driver.begin(5, generation)  # once more, with the same files
-    driver.begin_commit(5, generation, parts)
-    assert fails.reached.wait(WAIT_S)  # its manifest may be there in a moment
     driver.begin(6, generation)
-    done = threading.Event()
-    driver.committer._pruning.do(done.set)
-    assert done.wait(WAIT_S)
+    driver.finish_work()
     assert saved_steps(storage) == [5]
-    fails.may_go.set()
-    assert isinstance(driver.told.get(timeout=WAIT_S), Committed)
+    assert isinstance(driver.commit(5, generation, parts), Committed)
     assert committed_steps(storage) == [5]
+
+
+def test_abandoned_files_do_not_keep_old_checkpoints_from_being_deleted(storage: Storage) -> None:
+    driver = Driver(storage, "driver", keep=Keep(last=1))
+    generation = driver.own()
+    assert isinstance(driver.commit(4, generation), Committed)
+    driver.finish_work()
+    busy, may_go = threading.Event(), threading.Event()
+
+    def keep_busy() -> None:
+        busy.set()
+        assert may_go.wait(WAIT_S)
+
+    driver.committer._pruning.do(keep_busy)
+    assert busy.wait(WAIT_S)
+    for step in (5, 6):
+        driver.begin(step, generation)  # that of 5 is abandoned: its deletion waits
+    assert isinstance(driver.commit(6, generation), Committed)
+    may_go.set()
+    driver.finish_work()
+    assert committed_steps(storage) == [6]
 
 
 def test_files_of_another_driver_and_of_earlier_claims_stay(storage: Storage) -> None:

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +29,7 @@ from raysharded.cli import app
 from raysharded.errors import CheckpointError, ConfigError, RunFailed, RunOwnedElsewhere, StorageError, TaskError
 from raysharded.journal.log import read
 from raysharded.run.hosted.registry import host_of, hosts
+from raysharded.run.hosted.remote import AttachedRun
 from raysharded.run.offline import StoredRun
 from tests.docs.blocks import blocks, page
 from tests.ray.driving import STEPS, hurry, trainer, undisturbed
@@ -213,13 +213,23 @@ def test_a_run_is_stopped_forked_and_queried_in_vain_when_it_is_over(tmp_path: P
     assert_no_slot_is_leaked()
 
 
-def test_a_stop_is_answered_beside_many_calls_that_wait_for_a_checkpoint(tmp_path: Path) -> None:
+def test_a_stop_is_answered_beside_many_calls_that_wait_for_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, sent = AttachedRun._answer, list[Any]()
+
+    def counted(run: AttachedRun, call: Any, timeout_s: float | None) -> Any:
+        sent.append(call)
+        return answer(run, call, timeout_s)
+
     unable = trainer(tmp_path, 1)
     unable.scaling = rs.ScalingConfig(num_workers=1, resources_per_worker={"a_node_that_never_comes": 1.0})
     run = unable.start()
+    run.wait_until_begun(60.0)
+    monkeypatch.setattr(AttachedRun, "_answer", counted)
     with ThreadPoolExecutor(20) as threads:
         waiting = [threads.submit(run.checkpoint) for _ in range(20)]
-        time.sleep(1)  # those that come later take no thread from the stop
+        wait_until(lambda: len(sent) == 20, "all calls are sent")
         run.stop()
         with pytest.raises(RunFailed, match="Stopped"):
             run.wait(60)

@@ -37,9 +37,9 @@ from raysharded.testing.processes import ProcessLauncher
 from tests import patches
 
 A_CHANGE = WorkerId(99)
-"""For `Fault(until=)` in `train`: waits until the driver wants another generation after this step, as one that was
-started in a lost worker's place is ready, and the change is prepared. Until the worker is ready would be too early: the
-run may be over before it joins."""
+"""For `Fault(until=)` of worker 0 in `train`, the first member: it waits until the driver wants another generation
+after this step. Then a worker that was started in a lost one's place is ready, and the change is prepared. To wait
+until that worker is ready would be too little: the run may be over before it joins."""
 VOCABULARY, WIDTH, SEQUENCE, HEADS = 67, 16, 8, 2  # few of these divide by the numbers of workers that are tried
 
 

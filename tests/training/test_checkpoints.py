@@ -92,6 +92,24 @@ class Storing(Slow):
         return write_shard(storage, prefix, writer=writer, **arguments)
 
 
+class Failing(Storing):
+    """Applies no step before the failed checkpoint of the one before is reported, and its other part is written."""
+
+    def lr_scale(self, step: int) -> float:
+        before = step - 1
+        if (self._folder / f"fail{before}").exists():
+            awaited = [self._folder / f"seen{before}", self._folder / f"wrote{before}"]
+            wait_until(lambda: all(file.exists() for file in awaited), "the checkpoint has not failed", WAIT_S)
+        return super().lr_scale(step)
+
+    def _write(self, storage: Storage, prefix: str, *, writer: str, **arguments: Any) -> Any:
+        written = super()._write(storage, prefix, writer=writer, **arguments)
+        named = parse_save_folder(prefix.rpartition("/")[2])
+        assert named is not None
+        (self._folder / f"wrote{named[0]}").touch()
+        return written
+
+
 class Saved(SmallTask):
     """Applies no step before the checkpoint of the one before is complete: while one is written, none is made."""
 
@@ -119,7 +137,7 @@ class Listening(Collector):
 
     def __call__(self, kind: str, fields: dict[str, Any]) -> None:
         super().__call__(kind, fields)
-        if not self.reached.is_set() and self._at(kind, fields):
+        if self._at(kind, fields) and not self.reached.is_set():
             self.do()
             self.reached.set()
 
@@ -161,8 +179,15 @@ def test_checkpoints_that_fail_disturb_nothing_and_leave_no_files_and_the_last_o
     for step in (1, 2, 3, 4, 6):
         (tmp_path / f"fail{step}").touch()
         (tmp_path / f"failed{step}-rank00000").touch()  # the other worker's part alone fails
-    job = small_job(f"{tmp_path}/run", task=Storing(tmp_path), steps=6, save_every=1)
-    listener = Listening(lambda kind, _: kind == "checkpoint_failed" and len(listener.of(kind)) == 3)
+    job = small_job(f"{tmp_path}/run", task=Failing(tmp_path), steps=6, save_every=1)
+
+    def is_third(kind: str, fields: Mapping[str, Any]) -> bool:
+        if kind != "checkpoint_failed":
+            return False
+        (tmp_path / f"seen{fields['step']}").touch()
+        return len(listener.of(kind)) == 3
+
+    listener = Listening(is_third)
 
     def wait_for_deletion() -> None:
         first = listener.of("checkpoint_failed")[0]["step"]

@@ -46,7 +46,7 @@ pytestmark = pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="Linu
 @pytest.fixture
 def store() -> Iterator[RendezvousStore]:
     gc.collect()
-    gc.freeze()  # permanently: `held` would walk through older objects, and so would collections of later tests
+    gc.freeze()  # and never thawed: `held`, and collections of later tests, would walk through older objects
     store = RendezvousStore("127.0.0.1")
     yield store
     store.close()

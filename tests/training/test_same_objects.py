@@ -38,7 +38,7 @@ SETTLED = 5
 def store() -> Iterator[RendezvousStore]:
     served = RendezvousStore("127.0.0.1")
     gc.collect()
-    gc.freeze()  # permanently: counting would walk through older objects, and so would collections of later tests
+    gc.freeze()  # and never thawed: counting, and collections of later tests, would walk through older objects
     yield served
     served.close()
 

@@ -71,8 +71,9 @@ def prune(
 
     Without `keep`, no committed checkpoint is deleted. `keep` does not count checkpoints that are marked for deletion
     but were pinned; these go when no pin holds them. Prefixes `in_flight` (being written or read) are left alone. Saves
-    with the prefixes `abandoned` go: give those alone whose only driver never commits them. With `keep_references`, a
-    fork keeps what it needs of its parent. `may_go(prefix)` decides just before a checkpoint is retired.
+    with the prefixes `abandoned` go: those that the one driver that could commit them never will. With
+    `keep_references`, a fork keeps what it needs of its parent. `may_go(prefix)` decides just before a checkpoint
+    is retired.
 
     With `now`, data is deleted at once, also of checkpoints retired now. Use it only when no one reads any of them. On
     a full disk, only this frees space. With `ended`, no further commit follows: data is deleted at once of all but the

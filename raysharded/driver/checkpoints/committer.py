@@ -18,6 +18,7 @@ from raysharded.checkpoint.retention.policy import Keep
 from raysharded.checkpoint.retention.two_phase_delete import retire
 from raysharded.checkpoint.stored_claims import Claim, find_newest, list_numbers
 from raysharded.clock import Clock
+from raysharded.driver.checkpoints.begun_saves import BegunSaves
 from raysharded.driver.checkpoints.protected import ProtectedCheckpoints
 from raysharded.driver.state.arithmetic import own_blocks, own_build_seed, own_contents
 from raysharded.driver.state.commands import CommitSave
@@ -95,8 +96,7 @@ class Committer:
         self.claims = Claims(files.storage, driver, wall=clock.wall, key=files.key)
         self._committing, self._pruning = _Lane("commit"), _Lane("prune")
         self._has_committed = False
-        self._begun: dict[str, tuple[GenerationId, int]] = {}
-        """Saves that no commit was begun of, since the newest one: prefix -> generation and step."""
+        self._begun = BegunSaves(driver)
         self._owed: set[str] = set()
         """Prefixes whose deletion was ordered and is not done. Changes of a set are atomic."""
         self._deleting = threading.Lock()
@@ -108,22 +108,22 @@ class Committer:
         return _newest_owner(self._files.storage, self._files.key) in (self._driver, None)
 
     def begin(self, generation: GenerationId, step: int) -> None:
-        """Workers begin to write a save. Start to delete what is left of earlier ones that the driver has abandoned:
-        otherwise it fills the disk until the next commit, which it may prevent.
-        """
-        if any(at < (generation, step) for at in self._begun.copy().values()):
-            self._pruning.do(lambda: self._delete_abandoned(generation, step))
-        self._begun[save_prefix(step, generation, self._driver)] = generation, step
+        """Note that workers begin to write a save, and start to delete earlier ones that the driver has abandoned.
 
-    def _delete_abandoned(self, generation: GenerationId, step: int) -> None:
+        Otherwise these fill the disk until the next commit, which they may prevent.
+        """
+        self._begun.begin(generation, step)
+        if self._begun.abandoned(self._spared().prefixes):
+            self._pruning.do_once("abandoned saves", self._delete_abandoned)
+
+    def _delete_abandoned(self) -> None:
         try:
             writing = self._spared().prefixes
-            before = {prefix for prefix, at in self._begun.copy().items() if at < (generation, step)}
             prune(
                 self._files.storage,
                 None,
                 in_flight=writing,
-                abandoned=before - writing,
+                abandoned=self._begun.abandoned(writing),
                 keep_references=True,
                 key=self._files.key,
                 read_before=self._claims_read,
@@ -133,7 +133,7 @@ class Committer:
 
     def commit(self, command: CommitSave, known: ManifestContext, after: Callable[[], None] = lambda: None) -> None:
         """Start to commit a checkpoint, after earlier ones. `after` is called before it, and may block."""
-        self._begun.pop(save_prefix(command.step, command.generation, self._driver), None)
+        self._begun.give(command.generation, command.step)
         self._committing.do(lambda: self._commit(command, known, after))
 
     def distrust(self, prefixes: Collection[str]) -> None:
@@ -181,11 +181,8 @@ class Committer:
             self._tell(self._failure(command, error))
         else:
             self._tell(committed)
-            for prefix, at in self._begun.copy().items():
-                if at < (command.generation, command.step):  # retention deletes what a later commit overtakes
-                    self._begun.pop(prefix, None)
-            if self._pruning.is_idle:
-                self._pruning.do(lambda: self._prune(committed.prefix))
+            self._begun.committed(command.generation, command.step)
+            self._pruning.do_once("old checkpoints", lambda: self._prune(committed.prefix))
 
     def _committed(self, command: CommitSave, known: ManifestContext) -> Committed:
         storage, before = self._files.storage, self._files.storage.retries
@@ -361,13 +358,19 @@ class _Lane:
     def __init__(self, name: str) -> None:
         self._name = name
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._waiting: set[str] = set()
         self._starting = threading.Lock()
         self._thread: threading.Thread | None = None
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether no work is waiting."""
-        return self._work.empty()
+    def do_once(self, name: str, work: Callable[[], None]) -> None:
+        """As `do`, unless work of this name is waiting."""
+        if name not in self._waiting:
+            self._waiting.add(name)
+            self.do(lambda: self._begin(name, work))
+
+    def _begin(self, name: str, work: Callable[[], None]) -> None:
+        self._waiting.discard(name)
+        work()
 
     def do(self, work: Callable[[], None]) -> None:
         self._work.put(work)

@@ -19,7 +19,7 @@ from raysharded.run.results import Status
 
 _NAME = re.compile(r"driver-([0-9a-f]{16})-(.+)")
 FOLLOW, ASK = "follow", "ask"
-"""Groups of concurrent calls: those that wait, and those that carry requests, which are answered at once."""
+"""Groups of concurrent calls: those that wait for an event of the run, and other requests."""
 _ANSWER_S = 30.0
 _MODULE_OF_THE_FIRST = "raysharded.run.host"
 _LOOK_UP_S = 0.1
