@@ -297,25 +297,51 @@ class OtherCollator:
         trainer.evaluate()
 
 
-def evaluating_by_itself(session: Any) -> None:
-    import transformers
-    from transformers.trainer_utils import EvalLoopOutput
-
+def evaluated_by(kind: type, session: Any) -> tuple[Any, dict[str, float]]:
+    """A `Trainer` of this class after a step, and the numbers of its evaluation."""
     from raysharded.adapters.transformers import elastic
 
-    class Own(transformers.Trainer):
-        def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
-            seen = sum(len(batch) for batch in dataloader)
-            return EvalLoopOutput(predictions=np.zeros(0), label_ids=None, metrics={"eval_n": seen}, num_samples=seen)
-
-    trainer = elastic(Own, session)(
+    trainer = elastic(kind, session)(
         session.build(causal_lm),
         arguments(tempfile.mkdtemp(), max_steps=1),
         train_dataset=texts(),
         data_collator=padded,
     )
     trainer.train()
-    trainer.evaluate(texts(4))
+    return trainer, trainer.evaluate(texts(4))
+
+
+def evaluating_by_itself(session: Any) -> None:
+    import transformers
+    from transformers.trainer_utils import EvalLoopOutput
+
+    class Own(transformers.Trainer):
+        def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> EvalLoopOutput:
+            seen = sum(len(batch) for batch in dataloader)
+            return EvalLoopOutput(predictions=np.zeros(0), label_ids=None, metrics={"eval_n": seen}, num_samples=seen)
+
+    evaluated_by(Own, session)
+
+
+def evaluating_twice(session: Any) -> None:
+    import transformers
+
+    class Own(transformers.Trainer):
+        def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().evaluation_loop(*args, **kwargs)
+            if "eval" in (*args, *kwargs.values()):
+                other: Any = self.predict(texts(3, first=4))  # type: ignore[arg-type]  # a list of samples
+                self.other = other.metrics["test_loss"]
+            return found
+
+    trainer, found = evaluated_by(Own, session)
+    alone = trainer.predict(texts(3, first=4)).metrics["test_loss"], trainer.predict(texts(4)).metrics["test_loss"]
+    assert (trainer.other, found["eval_loss"]) == alone
+
+
+@pytest.mark.procs
+def test_an_evaluation_loop_may_evaluate_other_data_behind_its_own() -> None:
+    run(1, evaluating_twice, steps=1)
 
 
 @pytest.mark.procs
