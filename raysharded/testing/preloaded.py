@@ -2,8 +2,10 @@
 and the driver, which modules of tasks often import."""
 
 import gc
+import linecache
 import os
 import signal
+import sys
 
 import torch._dynamo  # noqa: F401 - every optimizer's constructor imports it: more than a second
 
@@ -12,6 +14,13 @@ import raysharded.checkpoint.storage.fsspec
 import raysharded.checkpoint.storage.local
 import raysharded.driver.driver
 import raysharded.testing.processes  # noqa: F401
+
+_ON_THE_STACK = ("concurrent.", "raysharded.actors", "torch.distributed.fsdp", "torch.distributed.tensor", "torch.nn.")
+# torch keeps the stack, with its source, of each FakeTensorMode, which FSDP2 makes for parameters of a new shape
+for _file in [
+    getattr(module, "__file__", "") for name, module in sys.modules.items() if name.startswith(_ON_THE_STACK)
+]:
+    linecache.getlines(_file or "")
 
 gc.freeze()  # imported objects live as long as the process: collections need not scan them again
 

@@ -6,6 +6,7 @@ leads the last checkpoint) is a separate strand, and lets the others run meanwhi
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -197,6 +198,8 @@ class Cluster:
     def run(self, law: Law, observer: Observer = unobserved) -> None:
         """Simulate until the run is over; AssertionError if it never will be."""
         self.law, self.observer = law, observer
+        collects = gc.isenabled()
+        gc.disable()  # millions of small objects, hardly any of them in a cycle: a seventh of the time
         try:
             self.begin(self.driver.enter)
             while not self.ended:
@@ -209,6 +212,8 @@ class Cluster:
         finally:
             for strand in self._strands:
                 strand.unwind()
+            if collects:
+                gc.enable()
 
     def begin(self, action: Callable[[], object]) -> None:
         """Begin code that will wait in simulated time."""

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode  # torch's own profilers and sanitizers use it
 
+from raysharded.actors.device.accelerator import seed_torch
 from raysharded.actors.task_calls.task_errors import naming
 from raysharded.data.access import generators
 from raysharded.ids import derive_seed
@@ -41,7 +42,7 @@ class InitCalls:
     def _call(self, name: str, module: nn.Module) -> None:
         seed = derive_seed(self._seed, "initial weights", name)
         generators.seed(seed, with_torch=False)
-        torch.manual_seed(seed)
+        seed_torch(seed)
         self._init_weights(module, torch.Generator().manual_seed(seed))
 
     def writes_of(self, name: str, module: nn.Module) -> set[int]:
