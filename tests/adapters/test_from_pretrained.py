@@ -26,7 +26,6 @@ from raysharded.locations import join_url
 from raysharded.report import load
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
-from tests.adapters.conftest import server_with
 from tests.docs.blocks import blocks, page
 from tests.paths import ROOT
 from tests.training.harness import GptTask
@@ -71,12 +70,6 @@ VOCABULARY = 67
 
 
 TEXTS = [np.random.default_rng(index).integers(0, VOCABULARY, 9) for index in range(64)]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _server_with_transformers() -> Iterator[None]:
-    with server_with("tests.corpus.preloaded"):
-        yield
 
 
 @pytest.fixture
