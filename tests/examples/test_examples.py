@@ -57,11 +57,12 @@ def test_the_pretraining_script_takes_its_settings_from_the_file_and_survives_a_
             str(EXAMPLES / "train_gpt.yaml"),
             f"data.paths={corpus}",
             "data.seq_len=16",
-            'task={"vocab_size": 257, "seq_len": 16, "width": 16, "layers": 1, "total_steps": 3}',
+            'task={"vocab_size": 257, "seq_len": 16, "width": 16, "layers": 1, "total_steps": 2}',
             f"scaling.num_workers={workers}",
             f"run.name={name}",
             f"run.storage_path={tmp_path}",
-            "run.max_steps=3",
+            "run.max_steps=2",
+            "engine.prefetch=false",  # no process that reads has to start
         )
 
     undisturbed = fit(made("undisturbed", "1"))
