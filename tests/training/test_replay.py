@@ -78,7 +78,7 @@ def test_kills_a_hang_an_error_of_the_task_and_checkpoints_are_replayed(tmp_path
         Fault(worker=WorkerId(2), step=4, phase="forward", kind="stop"),
         Fault(worker=WorkerId(0), step=7, phase="backward", kind="raise"),
     ]
-    job, plan = planned(tmp_path, faults, steps=10, save_every=3)
+    job, plan = planned(tmp_path, faults, steps=8, save_every=3)
     more: dict[str, Any] = {"max_worker_losses": 4, "task_error_retries": 1, "hang_timeout_s": HANG_S}
     drive(job, 3, min_workers=1, **more)
     assert all(plan.fired(fault) for fault in faults)
