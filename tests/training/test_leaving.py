@@ -36,20 +36,21 @@ _STEPS = 16
 
 
 @cache
-def undisturbed(*, small: bool, steps: int = _STEPS, save_every: int | None = 1) -> Outcome:
+def undisturbed(steps: int, *, small: bool, save_every: int | None = None) -> Outcome:
     """One worker's outcome, of `SmallTask` or of `GptTask`."""
     task = SmallTask() if small else GptTask()
     return train(1, task=task, microbatches=MICROBATCHES, steps=steps, save_every=save_every)
 
 
 def undisturbed_bits(steps: int, *, small: bool) -> tuple[str, str | None]:
-    """One worker's numbers and fingerprint after so many steps: of the run that all share if it has a checkpoint of
-    that step, or else of another."""
-    shared = undisturbed(small=small)
-    fingerprints = {fields["step"]: fields["fingerprint"] for fields in shared.of("checkpoint")}
-    if steps in fingerprints:
-        return repr(shared.numbers[:steps]), fingerprints[steps]
-    return undisturbed(small=small, steps=steps, save_every=None).bits
+    """One worker's numbers and fingerprint after so many steps. Those of `SmallTask` are of a run that all share, if
+    that has a checkpoint of the step."""
+    if small:
+        shared = undisturbed(_STEPS, small=True, save_every=1)
+        fingerprints = {fields["step"]: fields["fingerprint"] for fields in shared.of("checkpoint")}
+        if steps in fingerprints:
+            return repr(shared.numbers[:steps]), fingerprints[steps]
+    return undisturbed(steps, small=small).bits
 
 
 class PacedTokens(Tokens):
