@@ -328,7 +328,7 @@ def run(code: str, name: str, names: dict[str, Any]) -> None:
 
 @pytest.mark.procs
 def test_the_tasks_of_the_guide_train(load: Load, tmp_path: Path) -> None:
-    left_out = ("held_out", "transformers", "FromFolder")  # tests/training/test_hugging_face.py runs the latter
+    left_out = ("held_out", "transformers", "FromFolder")  # tests/adapters/test_from_pretrained.py runs the latter
     shown = [block for block in blocks(page("tasks.md"), "python") if not any(word in block for word in left_out)]
     module = load("tasks_of_the_guide", "\n".join([ANNOTATIONS, *shown]))
     held_out = {"rs": rs, "held_out": module.Pairs()}

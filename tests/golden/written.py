@@ -8,7 +8,7 @@ import importlib
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from itertools import product
 from pathlib import Path
 
@@ -30,17 +30,32 @@ class Written:
 
 
 class _Module:
+    """A module of the package. Only those whose text shows that something may be found in them are parsed."""
+
     def __init__(self, path: Path) -> None:
         self.path, self.source = path, path.read_text(encoding="utf-8")
-        self.tree = ast.parse(self.source)
-        self.nodes = tuple(ast.walk(self.tree))
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.source)
+
+    @cached_property
+    def nodes(self) -> tuple[ast.AST, ...]:
+        gc.disable()  # none of the trees is garbage, and searching them would take twice the time of making them
+        try:
+            return tuple(ast.walk(self.tree))
+        finally:
+            gc.enable()
+
+    @cached_property
+    def texts(self) -> tuple[str, ...]:
+        """String constants, without docstrings."""
         documented = {id(text) for text in _docstrings(self.nodes)}
-        self.texts = tuple(
+        return tuple(
             node.value
             for node in self.nodes
             if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in documented
         )
-        """String constants, without docstrings."""
 
     @property
     def name(self) -> str:
@@ -53,19 +68,18 @@ class _Module:
 
 @cache
 def _modules() -> tuple[_Module, ...]:
-    gc.disable()  # none of the trees is garbage, and searching them would take twice the time of making them
-    try:
-        return tuple(_Module(path) for path in sorted(PACKAGE.rglob("*.py")))
-    finally:
-        gc.enable()
+    return tuple(_Module(path) for path in sorted(PACKAGE.rglob("*.py")))
 
 
 @cache
 def entries() -> dict[str, Written]:
     """By kind, all entries that somewhere are given to a journal."""
     found: dict[str, Written] = {}
+    calls = re.compile(rf"\b(?:{'|'.join(_WRITES)})\s*\(")
     for module in _modules():
-        if not any(_called(node) in _WRITES and len(_given(node)) > 1 for node in module.nodes):
+        if not calls.search(module.source) or not any(
+            _called(node) in _WRITES and len(_given(node)) > 1 for node in module.nodes
+        ):
             continue
         for function in module.functions():
             for call in _own(function, ast.Call):
@@ -194,8 +208,11 @@ def _own(function: Function, kind: type[ast.Call]) -> Iterator[ast.Call]:
 def texts(pattern: str, *, ignore: Callable[[str], bool] = lambda _: False) -> dict[str, str]:
     """Every piece of a string constant that matches, with the files that it is in. Docstrings do not count."""
     wanted = re.compile(pattern)
+    begins = re.sub(r"^\^", """["'}]""", pattern).removesuffix("$")  # a constant begins behind one of these
     found: dict[str, set[str]] = {}
     for module in _modules():
+        if not re.search(begins, module.source):
+            continue
         for constant in module.texts:
             for text in wanted.findall(constant):
                 if not ignore(text):

@@ -42,7 +42,6 @@ NOT_OF_THE_ENGINE = (
     "tests/data/test_pack.py",
     "tests/training/test_changed_weights.py",
     "tests/training/test_checkpoints.py",
-    "tests/training/test_hugging_face.py",
     "tests/training/test_leaving.py",
     "tests/training/test_orphans.py",
     "tests/training/test_pause_and_resize.py",

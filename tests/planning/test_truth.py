@@ -46,12 +46,20 @@ TASKS: dict[str, tuple[rs.Task, rs.EngineConfig, int]] = {
     "recomputed": (Cut(), rs.EngineConfig(activation_checkpointing=True), 2),
 }
 """Task, engine, number of metrics."""
+IN_ONE = "bfloat16 on the wire, local, kept, without mirrors"
 OTHER_ENGINES = {
     "bfloat16 on the wire": rs.EngineConfig(param_dtype="bfloat16", reduce_dtype="bfloat16"),
     "local": rs.EngineConfig(accumulation="local"),
     "local, kept, without mirrors": rs.EngineConfig(accumulation="local", reshard_after_forward=False, mirrors=False),
     "kept, without mirrors": rs.EngineConfig(reshard_after_forward=False, mirrors=False),
     "fast": rs.EngineConfig(reduction="fast"),
+    IN_ONE: rs.EngineConfig(
+        param_dtype="bfloat16",
+        reduce_dtype="bfloat16",
+        accumulation="local",
+        reshard_after_forward=False,
+        mirrors=False,
+    ),
 }
 
 pytestmark = [pytest.mark.procs, pytest.mark.slow]
@@ -155,7 +163,13 @@ def test_so_they_are_with_other_settings(name: str, layout: str) -> None:
     check(GptTask(), OTHER_ENGINES[name], mesh(layout), num_metrics=2)
 
 
-@pytest.mark.parametrize(("name", "layout"), [*OTHER_LAYOUTS[:2], ("fast", "1x2")])
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    tried_each_time(
+        [(IN_ONE, "1x2"), ("fast", "1x2")],
+        of=[(IN_ONE, "1x2"), ("fast", "1x2"), *OTHER_LAYOUTS[:2]],
+    ),
+)
 def test_so_they_are_with_other_settings_of_a_small_model(name: str, layout: str) -> None:
     check(OddTask(), OTHER_ENGINES[name], mesh(layout), num_metrics=2)
 

@@ -343,11 +343,11 @@ RESUMED = Program(
     rules=("build", "draws", "modes", "numbers", "order", "reduce"),
     task=Everything(),
     compared=("loss", "weight", "gradient_norm", "lr", "digest", "metrics", "evaluation", "fingerprint"),
-    steps=4,
+    steps=2,
     evaluates=True,
 )
 """The program that is resumed."""
-STOPPED_AFTER = 2
+STOPPED_AFTER = 1
 
 
 def trainer_of(name: str, program: Program, folder: str, *, steps: int | None = None, **run: Any) -> rs.ElasticTrainer:

@@ -225,7 +225,7 @@ def test_the_losses_are_those_of_plain_torch(task: Any) -> None:
     assert len(set(losses)) == STEPS
 
 
-@pytest.mark.parametrize("task", tried_each_time([Scalars, ScalarsAlone], PROGRAMS))
+@pytest.mark.parametrize("task", tried_each_time([Scalars], PROGRAMS))
 def test_three_workers_of_which_one_is_lost_give_the_same_bits(task: Any) -> None:
     assert trained(3, task, kills=[(1, 2, "backward")]).bits == reference(task).bits
 

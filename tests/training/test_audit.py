@@ -52,6 +52,7 @@ def test_an_audit_that_finds_nothing_changes_no_bit(workers: int, accumulation: 
     assert not outcome.of("corruption")
 
 
+@pytest.mark.long  # each of them is tried alone, and `test_sizes.py` audits groups of which a worker is lost
 def test_audits_and_losses_together_change_no_bit() -> None:
     kills = [(1, 2, "backward"), (2, 3, "agree")]
     outcome = train(3, task=SmallTask(), steps=STEPS, microbatches=4, engine=audited(1), kills=kills)

@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
+import raysharded as rs
 from raysharded.checkpoint import newest_complete, open_storage
 from raysharded.data import TokenDataset, dataset as data_set
 from raysharded.data.ledger import expected_digest
@@ -42,7 +43,14 @@ class InBlocks:
 
 
 def _trained(url: str, steps: int, *, workers: int = 1, microbatches: int = 2, samples_per_block: int = 2) -> Collector:
-    job = make_job(url, task=SmallTask(), steps=steps, microbatches=microbatches, data=InBlocks(samples_per_block))
+    job = make_job(
+        url,
+        task=SmallTask(),
+        steps=steps,
+        microbatches=microbatches,
+        data=InBlocks(samples_per_block),
+        engine=rs.EngineConfig(prefetch=workers > 1),  # a worker alone starts no process that reads
+    )
     limits = make_limits(job, workers, global_batch_size=job.batch.global_batch_size)
     listener = Collector()
     driver = make_driver(job, limits, listener, metadata={"batch": asdict(job.batch)})
@@ -92,7 +100,8 @@ def test_a_store_with_as_many_other_tokens_is_refused(tmp_path: Path) -> None:
 
     def trained(name: str, steps: int, workers: int = 1, **others: Any) -> None:
         data = TokenDataset(tmp_path / "store", seq_len=8)
-        job = make_job(f"{tmp_path}/{name}", task=SmallTask(), steps=steps, microbatches=2, data=data)
+        engine = rs.EngineConfig(prefetch=False)  # no process that reads has to start
+        job = make_job(f"{tmp_path}/{name}", task=SmallTask(), steps=steps, microbatches=2, data=data, engine=engine)
         driver = make_driver(
             job, make_limits(job, workers), Collector(), metadata={"batch": asdict(job.batch)}, **others
         )

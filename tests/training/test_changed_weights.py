@@ -111,12 +111,14 @@ def run(
     told = url.with_name(f"{url.name} tells")
     told.mkdir(exist_ok=True)
     plan = FaultPlan(faults=tuple(faults), folder=str(told)) if faults else None
+    alone = workers == 1 and not hold and not faults
     job = make_job(
         str(url),
         task=Telling(told, hold),
         data=data or mixture(stores),
         microbatches=MICROBATCHES,
         steps=steps,
+        engine=rs.EngineConfig(prefetch=not alone),  # what others are compared with starts no process that reads
         save_every=2,
         faults=plan,
     )

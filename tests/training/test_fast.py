@@ -172,7 +172,7 @@ def test_a_joiner_takes_part_with_the_state_of_the_others() -> None:
 
 
 def test_a_run_resumes_from_its_checkpoint_at_another_size() -> None:
-    outcome = fast(2, kill(1, 4, "backward"), steps=(2, 4))
+    outcome = fast(1, kill(1, 4, "backward"), steps=(2, 4))
     assert_near(outcome, exact())
     assert [fields["source"] for fields in outcome.of("generation")] == ["checkpoint", "memory"]
 

@@ -43,7 +43,13 @@ def trained(
     url: str, steps: int, *, workers: int, data: Any = None, plan: FaultPlan | None = None, task: rs.Task | None = None
 ) -> tuple[State, Collector]:
     job = make_job(
-        url, task=task or SmallTask(), steps=steps, microbatches=MICROBATCHES, data=data or _mixture(), faults=plan
+        url,
+        task=task or SmallTask(),
+        steps=steps,
+        microbatches=MICROBATCHES,
+        data=data or _mixture(),
+        engine=rs.EngineConfig(prefetch=workers > 1),  # a worker alone starts no process that reads
+        faults=plan,
     )
     losses = 0 if plan is None else len(plan.faults)
     limits = make_limits(job, workers, min_workers=1 if losses else workers, max_worker_losses=losses, join_wait_s=60.0)

@@ -126,7 +126,7 @@ def test_leaving_out_gives_the_same_bits_in_every_mode(engine: rs.EngineConfig) 
     ],
 )
 def test_a_worker_lost_around_a_step_that_is_left_out_changes_no_bit(kill: tuple[int, int, str]) -> None:
-    outcome = run(3, [(1, 2), (3, 0), (3, 2)], "skip", kills=[kill])
+    outcome = run(3 if kill[0] == 2 else 2, [(1, 2), (3, 0), (3, 2)], "skip", kills=[kill])
     assert outcome.of("recovery")
     assert outcome.bits == skipping().bits
     assert {step: (what, microbatches) for step, what, microbatches in left_out(outcome)} == {
@@ -178,7 +178,7 @@ def test_without_a_checkpoint_a_rewind_goes_back_to_the_start() -> None:
     ],
 )
 def test_a_worker_lost_after_a_rewind_does_not_undo_it(kill: tuple[int, int, str]) -> None:
-    outcome = run(3, [(4, 2)], "rewind", save_every=2, steps=5, kills=[kill])
+    outcome = run(3 if kill[0] == 2 else 2, [(4, 2)], "rewind", save_every=2, steps=5, kills=[kill])
     (rewind,) = outcome.of("rewind")
     assert (rewind["step"], rewind["to_step"], rewind["skip_samples"]) == (4, 2, 2 * BATCH)
     assert outcome.of("worker_lost")
@@ -219,7 +219,16 @@ def test_after_a_newer_checkpoint_the_run_may_go_back_again_and_the_report_shows
     url = str(tmp_path / "run")
     seen = {first_sample_of(8): tmp_path / "committed 4", first_sample_of(9): tmp_path / "committed 6"}
     data = Committed(seen)  # read in the steps 6 and 7, after two steps' data were skipped
-    job = make_job(url, task=task, microbatches=MICROBATCHES, steps=7, save_every=2, on_non_finite="rewind", data=data)
+    job = make_job(
+        url,
+        task=task,
+        microbatches=MICROBATCHES,
+        steps=7,
+        engine=rs.EngineConfig(prefetch=False),  # no process that reads has to start
+        save_every=2,
+        on_non_finite="rewind",
+        data=data,
+    )
     listener = Listener()
     metadata = {"batch": {"global_batch_size": BATCH, "microbatch_size": 2, "seed": SEED}, "reduction": "exact"}
     driver = make_driver(job, make_limits(job, 1), listener, metadata=metadata)

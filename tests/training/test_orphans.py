@@ -29,6 +29,7 @@ from raysharded.protocol.messages import FromStart, GenerationReady, GenerationS
 from raysharded.protocol.session import DriverSession, PartOf
 from raysharded.protocol.version import PROTOCOL
 from raysharded.rendezvous.server import RendezvousStore
+from tests.cases import tried_each_time
 from tests.training.harness import SmallTask, make_job
 
 STEPS = 3
@@ -137,7 +138,7 @@ def saved_step(storage: Storage) -> int:
     return newest.step if newest else 0
 
 
-@pytest.mark.parametrize("followed", [False, True])
+@pytest.mark.parametrize("followed", tried_each_time([True], [False, True]))
 def test_the_last_checkpoint_is_written_also_when_a_second_driver_died_before_it_took_the_workers(
     followed: bool, job: Job, tenant: LeasedWorker
 ) -> None:

@@ -75,7 +75,7 @@ class AwaitingHeldOut(SmallTask):
 def test_the_next_held_out_batches_are_read_while_one_is_computed(tmp_path: Path) -> None:
     held_out = rs.EvalConfig(data=Noted(tmp_path), every_steps=2, num_samples=6)
     task = AwaitingHeldOut([tmp_path / "4", tmp_path / "5"])
-    train(1, task=task, data=Tokens(), evaluation=held_out, microbatches=1, steps=2)
+    train(1, task=task, evaluation=held_out, microbatches=1, steps=2)
 
 
 class Troubled(Tokens):

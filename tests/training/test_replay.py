@@ -22,7 +22,7 @@ from raysharded.protocol.worker_launcher import WorkerLost
 from raysharded.report import load as load_report
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
-from tests.training.harness import Collector, SmallTask, Tokens, make_driver, make_job, make_limits, samples
+from tests.training.harness import Collector, SmallTask, make_driver, make_job, make_limits, samples
 from tests.training.test_non_finite import Diverging, first_sample_of
 
 pytestmark = pytest.mark.procs
@@ -78,7 +78,7 @@ def test_kills_a_hang_an_error_of_the_task_and_checkpoints_are_replayed(tmp_path
         Fault(worker=WorkerId(2), step=4, phase="forward", kind="stop"),
         Fault(worker=WorkerId(0), step=7, phase="backward", kind="raise"),
     ]
-    job, plan = planned(tmp_path, faults, steps=10, save_every=3)
+    job, plan = planned(tmp_path, faults, steps=8, save_every=3)
     more: dict[str, Any] = {"max_worker_losses": 4, "task_error_retries": 1, "hang_timeout_s": HANG_S}
     drive(job, 3, min_workers=1, **more)
     assert all(plan.fired(fault) for fault in faults)
@@ -93,6 +93,7 @@ def test_kills_a_hang_an_error_of_the_task_and_checkpoints_are_replayed(tmp_path
     assert "injected by a fault plan" in raised.message.error.user_traceback
 
 
+@pytest.mark.long  # `tests/golden` replays recorded audits and rewinds
 def test_an_audit_that_finds_wrong_numbers_is_replayed(tmp_path: Path) -> None:
     corrupt = Fault(worker=WorkerId(1), step=3, phase="backward", kind="corrupt", every=True)
     job, _ = planned(tmp_path, [corrupt], steps=4, save_every=2, engine=rs.EngineConfig(audit_every_steps=2))
@@ -101,6 +102,7 @@ def test_an_audit_that_finds_wrong_numbers_is_replayed(tmp_path: Path) -> None:
     assert told(replayed(job), says(Stopped, reason=StopReason.CORRUPT))
 
 
+@pytest.mark.long
 def test_going_back_because_of_a_number_that_is_not_finite_is_replayed(tmp_path: Path) -> None:
     task = Diverging([first_sample_of(4)])
     job = make_job(f"{tmp_path}/run", task=task, microbatches=4, steps=6, save_every=2, on_non_finite="rewind")
@@ -109,16 +111,16 @@ def test_going_back_because_of_a_number_that_is_not_finite_is_replayed(tmp_path:
     replayed(job)
 
 
-class Slow(Tokens):
+class Slow(SmallTask):
     """Leaves time to end a run in the middle."""
 
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.005)
-        return super().__getitem__(index)
+    def lr_scale(self, step: int) -> float:
+        time.sleep(0.05)
+        return super().lr_scale(step)
 
 
 def test_each_driver_of_a_run_that_was_stopped_and_resumed_is_replayed(tmp_path: Path) -> None:
-    job = make_job(f"{tmp_path}/run", task=SmallTask(), data=Slow(), microbatches=4, steps=8)
+    job = make_job(f"{tmp_path}/run", task=Slow(), microbatches=4, steps=8)
     drive(job, 1, stop_at=4)
     drive(job, 1, resumed=True)
     first, second = load(job.run_url)

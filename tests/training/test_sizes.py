@@ -45,15 +45,15 @@ def assert_same_bits_at(workers: Iterable[int], **settings: Any) -> Outcome:
     return expected
 
 
-@pytest.mark.parametrize("workers", tried_each_time([5], [2, 3, 4, 5, 7]))
+@pytest.mark.parametrize("workers", tried_each_time([4], [2, 3, 4, 5, 7]))
 def test_losses_norms_metrics_and_state_are_the_same_at_every_size(workers: int) -> None:
-    settings: dict[str, Any] = {"task": TWO_BLOCKS, "microbatches": 8}
+    settings: dict[str, Any] = {"task": TWO_BLOCKS} if workers == 4 else {"task": TWO_BLOCKS, "microbatches": 8}
     outcome = train(workers, **settings)
     assert outcome.bits == reference(**settings).bits
     assert {fields["workers"] for kind, fields in outcome.entries if kind == "step"} == {workers}
 
 
-@pytest.mark.long  # 8 do not divide by 5 in the test above
+@pytest.mark.long  # 5 do not divide by 4 in the test above
 def test_microbatches_that_do_not_divide_by_the_workers() -> None:
     assert_same_bits_at([3], microbatches=5, steps=2)
 

@@ -25,10 +25,11 @@ from raysharded.task import TrainFunction
 from tests.actors.device.communicator_double import DoubleAccelerator
 from tests.cases import tried_each_time
 from tests.session.loops import Loop
-from tests.training.harness import Outcome, TwoBlocksTask, train
+from tests.training.harness import Outcome, SmallTask, TwoBlocksTask, train
 
 pytestmark = pytest.mark.procs
-SETTINGS: dict[str, Any] = {"steps": 4, "microbatches": 4}
+SETTINGS: dict[str, Any] = {"task": SmallTask(), "steps": 4, "microbatches": 4}
+TWO_BLOCKS = SETTINGS | {"task": TwoBlocksTask()}
 
 
 def on_double() -> None:
@@ -102,13 +103,13 @@ def logged() -> tuple[Outcome, tuple[list[str], ...]]:
     with tempfile.TemporaryDirectory() as folder:
         kills = [(1, 3, "backward")]
         prepare = partial(on_logging, folder)
-        outcome = train(3, task=TwoBlocksTask(), use_gpu=True, prepare=prepare, kills=kills, **SETTINGS)
+        outcome = train(3, use_gpu=True, prepare=prepare, kills=kills, **TWO_BLOCKS)
         return outcome, tuple(file.read_text().split() for file in Path(folder).iterdir())
 
 
 def test_state_moves_between_devices_where_one_communicator_has_all_workers() -> None:
     disturbed, _ = logged()
-    assert disturbed.bits == train(1, task=TwoBlocksTask(), **SETTINGS).bits
+    assert disturbed.bits == train(1, **TWO_BLOCKS).bits
     assert len(disturbed.of("worker_lost")) == 1
     assert [fields["source"] for fields in disturbed.of("generation")[1:]][:1] == ["memory"]
 
@@ -203,9 +204,9 @@ def test_what_a_worker_with_a_dead_device_alone_holds_is_handed_over_by_it(case:
     workers, call, number, kill, how = NEEDED[case]
     marker = tmp_path / "struck"
     prepare = partial(on_breaking, call, number, str(marker), 1)
-    outcome = train(workers, use_gpu=True, prepare=prepare, kills=[kill], losses=4, **how, **SETTINGS)
+    outcome = train(workers, use_gpu=True, prepare=prepare, kills=[kill], losses=4, **SETTINGS | how)
     assert marker.exists()
-    assert outcome.bits == (train(1, **how, **SETTINGS) if "task" in how else on_cpu()).bits
+    assert outcome.bits == (train(1, **SETTINGS | how) if "task" in how else on_cpu()).bits
     served = [fields for fields in outcome.of("generation") if "failed_devices" in fields]
     at_most = 2 if kill[2] == "form" else 1  # the generation that fails may need it, too, for the newest step
     assert 1 <= len(served) <= at_most, outcome.of("generation")
@@ -354,7 +355,7 @@ def on_used() -> None:
 
 
 def test_the_use_of_a_device_is_in_each_steps_entry() -> None:
-    outcome = train(1, use_gpu=True, prepare=on_used, steps=2, microbatches=2)
+    outcome = train(1, task=SmallTask(), use_gpu=True, prepare=on_used, steps=2, microbatches=2)
     assert [step["gpu"] for step in outcome.of("step")] == [{"used_bytes": 5.0, "utilization": 0.5}] * 2
     assert "gpu" not in on_cpu().of("step")[0]
 
@@ -384,7 +385,7 @@ def on_noting_compiler(notes: str) -> None:
 def test_blocks_are_compiled_for_a_device_without_choices_by_measured_times(tmp_path: Path) -> None:
     notes = tmp_path / "compiled"
     prepare, engine = partial(on_noting_compiler, str(notes)), rs.EngineConfig(compile=True)
-    train(1, use_gpu=True, prepare=prepare, engine=engine, steps=1, microbatches=1)
+    train(1, task=SmallTask(), use_gpu=True, prepare=prepare, engine=engine, steps=1, microbatches=1)
     assert set(notes.read_text().split()) == {"True"}
 
 

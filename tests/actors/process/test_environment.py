@@ -7,16 +7,18 @@ import inspect
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
+from raysharded.actors.process import environment
 from raysharded.actors.process.environment import keep_freed_memory
 from raysharded.errors import RayshardedError
 from raysharded.ids import WorkerId
 from tests.forked import in_a_fork
-from tests.paths import ROOT
 from tests.training.harness import Collector, make_driver, make_job, make_limits
 
 SIZE = 30_000_000
@@ -29,32 +31,33 @@ class Info(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in names.split()]
 
 
-def of_a_tensor() -> tuple[int, int]:
+def of_memory(make: Callable[[], object]) -> tuple[int, int]:
     """(bytes that the system maps for it alone, bytes that are kept when it is freed)."""
     info = ctypes.CDLL(None).mallinfo2
     info.restype = Info
     keep_freed_memory()
     before = info()
-    tensor = torch.ones(SIZE, dtype=torch.uint8)
+    made = make()
     held = info()
-    del tensor
+    del made
     return held.hblkhd - before.hblkhd, info().fordblks - held.fordblks
 
 
 def test_the_memory_of_a_tensor_that_is_freed_is_kept() -> None:
     assert not [name for name in os.environ if name.startswith(("MALLOC_", "GLIBC_TUNABLES"))], "for the allocator"
-    mapped, kept = in_a_fork(of_a_tensor)
+    mapped, kept = in_a_fork(of_memory, partial(torch.ones, SIZE, dtype=torch.uint8))
     assert mapped == 0
     assert kept > 0.9 * SIZE
 
 
 def test_who_has_chosen_how_memory_is_kept_has_it_so() -> None:
-    imports = f"import ctypes, torch\nfrom {keep_freed_memory.__module__} import keep_freed_memory"
-    functions = f"{inspect.getsource(Info)}\n{inspect.getsource(of_a_tensor)}"
-    parts = [imports, f"SIZE = {SIZE}", functions, "print(*of_a_tensor())"]
+    """malloc reads the environment when its process starts. That one does not import torch, which takes seconds."""
+    constants = [f"{name} = {getattr(environment, name)!r}" for name in ("_KEEPING", "_MALLOC_CHOICES")]
+    functions = [inspect.getsource(one) for one in (keep_freed_memory, Info, of_memory)]
+    parts = ["import ctypes, os", *constants, *functions, f"print(*of_memory(lambda: bytearray({SIZE})))"]
     command = [sys.executable, "-c", "\n".join(["from __future__ import annotations", *parts])]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    chosen = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(1 << 20)}
+    done = subprocess.run(command, env=chosen, capture_output=True, text=True, check=True)
     mapped, kept = map(int, done.stdout.split())
     assert mapped >= SIZE
     assert kept < 0.1 * SIZE

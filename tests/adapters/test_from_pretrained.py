@@ -1,5 +1,5 @@
-"""Models of `from_pretrained` as tasks.md shows them: how often they are built, with which bits; generation; an
-iterable dataset of Hugging Face."""
+"""Models of `from_pretrained` as tasks.md shows them: how often they are built, with which bits; generation; the
+example; an iterable dataset of Hugging Face."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,14 +17,17 @@ import pytest
 import torch
 
 import raysharded as rs
+from raysharded.checkpoint import list_checkpoints, open_storage
 from raysharded.checkpoint.interop import import_huggingface, place_of
+from raysharded.data.pack import pack
 from raysharded.errors import InexactError
 from raysharded.ids import WorkerId
+from raysharded.locations import join_url
 from raysharded.report import load
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import fit
-from tests.adapters.conftest import server_with
 from tests.docs.blocks import blocks, page
+from tests.paths import ROOT
 from tests.training.harness import GptTask
 from tests.training.test_mixture_runs import TokenShards, source, trained as trained_on
 
@@ -68,12 +72,6 @@ VOCABULARY = 67
 TEXTS = [np.random.default_rng(index).integers(0, VOCABULARY, 9) for index in range(64)]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _server_with_transformers() -> Iterator[None]:
-    with server_with("tests.corpus.preloaded"):
-        yield
-
-
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     """The tasks of the guide, and others made of them."""
@@ -104,7 +102,7 @@ def trained(task: rs.Task, folder: Path, name: str, workers: int, *, evaluates: 
             data=TEXTS,
             batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
             scaling=rs.ScalingConfig(num_workers=workers),
-            run=rs.RunConfig(name=name, storage_path=str(folder / "runs"), max_steps=2, **run),
+            run=rs.RunConfig(name=name, storage_path=str(folder / "runs"), max_steps=1, **run),
             evaluation=rs.EvalConfig(data=TEXTS, every_steps=1, num_samples=8) if evaluates else None,
         )
     )
@@ -133,6 +131,60 @@ def test_from_pretrained_begins_with_its_weights_at_every_size_as_an_import_does
 def test_a_text_that_ends_before_others_is_refused(tmp_path: Path, module: ModuleType, model: str) -> None:
     with pytest.raises(InexactError, match=r"forward of the evaluation after step 1, microbatch \d comes to"):
         trained(module.EndsEarly(model), tmp_path, "early", 1, evaluates=True)
+
+
+def test_the_example_fine_tunes_a_model_from_a_folder_with_the_same_bits_at_one_worker_and_two(tmp_path: Path) -> None:
+    from examples import finetune_hf
+
+    corpus = str(tmp_path / "corpus")
+    pack(str(ROOT / "examples" / "train_gpt.py"), corpus, input_format="text")
+    torch.manual_seed(3)
+    start = transformers.LlamaForCausalLM(finetune_hf.SMALL)
+    start.save_pretrained(tmp_path / "start", max_shard_size="40KB")
+
+    def made(name: str, workers: int, model: Path | None) -> Any:
+        runs, weights = str(tmp_path / name), None if model is None else str(model)
+        trainer = finetune_hf.trainer(corpus, corpus, runs, model=weights, steps=2, seq_len=16)
+        trainer.scaling = rs.ScalingConfig(num_workers=workers)
+        trainer.batch = rs.BatchConfig(global_batch_size=8, microbatch_size=2)
+        assert trainer.evaluation is not None
+        trainer.evaluation = replace(trainer.evaluation, num_samples=8)
+        return trainer
+
+    evaluated: list[int] = []
+
+    def listen(kind: str, fields: dict[str, Any]) -> None:
+        if kind == "step" and fields.get("evaluation"):
+            evaluated.append(fields["step"])
+
+    one, two = fit(made("one", 1, tmp_path / "start"), listen), fit(made("two", 2, tmp_path / "start"))
+    assert one.fingerprint == two.fingerprint
+    torch.manual_seed(4)
+    random = made("random", 1, None).task.build_model()  # without a folder
+    assert not any(
+        torch.equal(a, b) for a, b in zip(random.parameters(), start.parameters(), strict=True) if a.dim() > 1
+    )
+
+    finetune_hf.export(two, made("two", 2, tmp_path / "start").task, str(tmp_path / "out"))
+    tuned, notes = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(notes[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    moved = torch.cat([(a - b).abs().flatten() for a, b in zip(tuned.parameters(), start.parameters(), strict=True)])
+    assert 0 < moved.max() < 2 * 3 * 2e-5  # two steps of AdamW from the weights of the folder
+    assert evaluated == [1, 2]
+    best = two.best_checkpoint
+    assert best is not None
+    assert (best.step, best.value) == (2, two.evaluation["loss"])
+
+    worse = replace(two, best_checkpoint=replace(best, step=1, url=first_checkpoint(two)))
+    finetune_hf.export(worse, made("two", 2, tmp_path / "start").task, str(tmp_path / "best"))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "best")
+    assert not all(torch.equal(a, b) for a, b in zip(exported.parameters(), tuned.parameters(), strict=True))
+
+
+def first_checkpoint(result: rs.Result) -> str:
+    """The folder of a run's oldest checkpoint."""
+    storage = open_storage(result.url)
+    return join_url(result.url, list_checkpoints(storage)[0].prefix)
 
 
 class RowTask(GptTask):
