@@ -65,7 +65,7 @@ def test_a_loop_that_stops_by_itself_commits_its_last_step_and_has_the_bits_of_a
 
 
 KILLS = [(1, 2, "forward"), (2, 3, "agree"), (3, 4, "apply"), (4, 5, "snapshot")]
-TWO = (3, [(1, 2, "forward"), (2, 4, "apply")])
+TWO = (3, [(1, 2, "forward"), (2, 3, "apply")])
 
 
 @pytest.mark.parametrize(

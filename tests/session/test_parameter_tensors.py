@@ -114,10 +114,10 @@ def test_a_loss_while_the_parameters_are_the_averages_changes_no_bit(tmp_path: P
     """Its worker is replaced: a worker that joins gets its part of the averages."""
     one = run(1, Averaged(act=average_and_evaluate), steps=3)
     killed = Averaged(act=KilledAsAveraged(str(tmp_path)))
-    found = run(3, killed, losses=1, steps=3, replacement_wait_s=60.0)
+    found = run(2, killed, losses=1, steps=3, replacement_wait_s=60.0)
     assert (tmp_path / "killed").exists()
     assert found.of("worker_lost")
-    assert sorted(found.of("generation")[-1]["members"]) == [0, 2, 3]
+    assert sorted(found.of("generation")[-1]["members"]) == [0, 2]
     assert found.bits == one.bits
     without = run(1, Averaged(act=nothing), steps=3)
     assert [numbers["digest"] for numbers in one.numbers] == [numbers["digest"] for numbers in without.numbers]
