@@ -62,6 +62,7 @@ def test_a_schedule_behind_accumulate_is_done_again_with_its_step(schedule: str,
     assert str(STEPS) in counts, "by the worker that was there from the beginning"
 
 
+@pytest.mark.long  # one behind `accumulate` is tried each time
 def test_a_schedule_of_epochs_is_done_again_with_its_step() -> None:
     script = Script(schedule="of epochs")
     assert run(2, script, sentences(), **undone_in(3)).bits == run(1, script, sentences()).bits
