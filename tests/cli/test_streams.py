@@ -72,7 +72,7 @@ def test_a_reader_that_leaves_is_no_error(runs: Path, commands: list[str]) -> No
 
 def test_a_reader_that_leaves_before_the_end_of_much_output_is_no_error(runs: Path) -> None:
     lines: list[dict[str, object]] = [{"kind": "segment", "writer": "a"}]
-    for at, (kind, fields) in enumerate([started(max_steps=1000), *(step(number) for number in range(1, 1000))]):
+    for at, (kind, fields) in enumerate([started(max_steps=2000), *(step(number) for number in range(1, 2000))]):
         lines.append({"kind": kind, "at": float(at), **fields})
     text = "".join(json.dumps(line) + "\n" for line in lines)
     open_storage(str(runs / "long")).write(segment_key(1), [text.encode()])
