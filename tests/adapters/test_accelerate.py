@@ -147,10 +147,11 @@ def test_lines_behind_accumulate_that_cannot_be_brought_back_run_again(kills: li
             {},
             rf"^{PROGRAM}:\d+: the values .* In a session an Accelerator is elastic\(Accelerator, session\)",
         ),
-        (
+        pytest.param(
             "evaluates on rank 0",
             {"workers": 2},
             "step 3: 1 of 2 workers call the model's forward outside the microbatches, and the others do not",
+            marks=pytest.mark.long,  # tests/session/test_lost_changes.py has it
         ),
         (
             "",
