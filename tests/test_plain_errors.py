@@ -85,7 +85,7 @@ CALLS = {
 """Public calls with a mistake: (import, call, part of the message)."""
 
 
-@pytest.mark.parametrize("what", tried_each_time(["a trainer", "data", "an open"], CALLS))
+@pytest.mark.parametrize("what", tried_each_time(["a trainer", "an open"], CALLS))
 def test_whichever_public_call_fails_a_script_shows_its_own_line_and_the_message(what: str, tmp_path: Path) -> None:
     first, call, message = CALLS[what]
     script = tmp_path / "script.py"

@@ -27,9 +27,9 @@ LOCKED = """
 import multiprocessing
 import raysharded as rs
 from raysharded.testing.processes import fit
-from tests.training.harness import GptTask, Tokens
+from tests.training.harness import SmallTask, Tokens
 
-class Locked(GptTask):
+class Locked(SmallTask):
     def build_model(self):
         self.lock = multiprocessing.RLock()  # as the bars of tqdm have
         print("method", multiprocessing.get_start_method())
@@ -45,7 +45,7 @@ if __name__ == "__main__":
     trainer = rs.ElasticTrainer(
         task=Locked(), data=LockedTokens(),
         batch=rs.BatchConfig(global_batch_size=4, microbatch_size=2),
-        scaling=rs.ScalingConfig(num_workers=2),
+        scaling=rs.ScalingConfig(num_workers=1),
         run=rs.RunConfig(name="locked", storage_path="runs", max_steps=1),
     )
     print("steps", fit(trainer).steps)
@@ -134,7 +134,7 @@ STOPPED = """
 import time
 import raysharded as rs
 from raysharded.testing.processes import fit
-from tests.training.harness import GptTask, Tokens
+from tests.training.harness import SmallTask, Tokens
 
 class Slow(Tokens):
     def __getitem__(self, index):
@@ -143,7 +143,7 @@ class Slow(Tokens):
 
 if __name__ == "__main__":
     trainer = rs.ElasticTrainer(
-        task=GptTask(), data=Slow(),
+        task=SmallTask(), data=Slow(),
         batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
         scaling=rs.ScalingConfig(num_workers=2),
         run=rs.RunConfig(name="stopped", storage_path="runs", max_steps=100_000),

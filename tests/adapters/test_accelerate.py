@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+import raysharded as rs
 from raysharded.data.loader import MicrobatchLoader
 from raysharded.errors import RayshardedError
 from raysharded.ids import WorkerId
@@ -37,10 +38,9 @@ LOSSES = [
 ]
 
 
+@pytest.mark.long  # a loss in an update is tried each time, and one in a forward with the results of the plain script
 @pytest.mark.parametrize(
-    ("workers", "kills", "data"),
-    tried_each_time(LOSSES[:1], LOSSES),
-    ids=["two workers", "samples", "four workers", "numbers of samples"],
+    ("workers", "kills", "data"), LOSSES, ids=["two workers", "samples", "four workers", "numbers of samples"]
 )
 def test_losses_change_no_bit(workers: int, kills: list[tuple[int, int, str]], data: Any) -> None:
     assert run(workers, Script(), data, kills=kills).bits == by_one_worker().bits
@@ -55,29 +55,37 @@ def undone_in(step: int) -> dict[str, Any]:
 @pytest.mark.parametrize("schedule", tried_each_time(["behind"], ["behind", "counted"]))
 def test_a_schedule_behind_accumulate_is_done_again_with_its_step(schedule: str, tmp_path: Path) -> None:
     """The step that is undone has run to its end; a script counts it once."""
-    found = run(2, Script(str(tmp_path), schedule=schedule), sentences(), **undone_in(2))
+    numbers = range(len(sentences()))  # in place of the samples
+    found = run(2, Script(str(tmp_path), schedule=schedule), numbers, **undone_in(2))
     assert found.bits == by_one_worker().bits
     counts = [line.split()[0] for line in (tmp_path / "evaluations").read_text().splitlines()]
     assert str(STEPS) in counts, "by the worker that was there from the beginning"
 
 
+@pytest.mark.long  # one behind `accumulate` is tried each time
 def test_a_schedule_of_epochs_is_done_again_with_its_step() -> None:
     script = Script(schedule="of epochs")
     assert run(2, script, sentences(), **undone_in(3)).bits == run(1, script, sentences()).bits
 
 
 FAR_BACK = [
+    [(1, 3, "apply")],
     [(1, 3, "apply"), (2, 3, "apply")],
     [(1, 3, "apply"), (2, 5, "backward"), (3, 5, "backward")],
 ]
 
 
-@pytest.mark.parametrize("kills", tried_each_time(FAR_BACK[:1], FAR_BACK), ids=["at once", "one after the other"])
+@pytest.mark.parametrize(
+    "kills", tried_each_time(FAR_BACK[:1], FAR_BACK), ids=["without mirrors", "at once", "one by one"]
+)
 def test_lines_behind_accumulate_that_cannot_be_brought_back_run_again(kills: list[tuple[int, int, str]]) -> None:
-    """Weights are changed in the step of the first loss. Two losses at once take the run back to its start."""
+    """Weights are changed in the step of the first loss. It takes the run back to its start where nobody has a mirror,
+    and so do two at once."""
     samples = 2 * STEPS * MICROBATCHES
     script, data = Script(schedule="with weights", samples=samples), sentences(samples)
-    assert run(1 + len(kills), script, data, kills=kills).bits == run(1, script, data).bits
+    found = run(1 + len(kills), script, data, kills=kills, engine=rs.EngineConfig(mirrors=len(kills) > 1))
+    assert "start" in {fields["source"] for fields in found.of("generation")[1:]}
+    assert found.bits == run(1, script, data).bits
 
 
 @pytest.mark.parametrize(
@@ -139,10 +147,11 @@ def test_lines_behind_accumulate_that_cannot_be_brought_back_run_again(kills: li
             {},
             rf"^{PROGRAM}:\d+: the values .* In a session an Accelerator is elastic\(Accelerator, session\)",
         ),
-        (
+        pytest.param(
             "evaluates on rank 0",
             {"workers": 2},
             "step 3: 1 of 2 workers call the model's forward outside the microbatches, and the others do not",
+            marks=pytest.mark.long,  # tests/session/test_lost_changes.py has it
         ),
         (
             "",

@@ -59,7 +59,7 @@ def test_our_side_trains_with_the_same_bits_at_every_number_of_workers(
     shown: rs.ElasticTrainer = importlib.import_module("coming_from_hugging_face").trainer
     found = set()
     try:
-        for workers in (1, 3):
+        for workers in (1, 2):
             trainer = rs.ElasticTrainer(
                 train_fn=shown.task.function,  # type: ignore[attr-defined]
                 data=shown.data,

@@ -22,6 +22,7 @@ from tests.adapters.programs import (
     texts,
     with_lora,
 )
+from tests.cases import tried_each_time
 
 pytestmark = pytest.mark.procs
 
@@ -67,7 +68,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], list[dict[str, Any]], Callable[[
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", tried_each_time(["classifier with metrics", "adapter of low rank"], KINDS))
 def test_losses_are_those_of_the_plain_trainer_and_bits_those_of_one_worker(tmp_path: Path, kind: str) -> None:
     make, data, given, changed = KINDS[kind]
     plain = plain_trainer(str(tmp_path), make, data, given(), **changed)

@@ -272,7 +272,7 @@ _PLANS = st.lists(
 _FATES = st.sampled_from(["ok", "ok", "ok", "lost before", "lost after"])
 
 
-@settings(max_examples=examples(150, of=300))
+@settings(max_examples=examples(90, of=300))
 @given(
     plans=st.lists(_PLANS, min_size=2, max_size=3),
     schedule=st.lists(st.tuples(st.integers(0, 2), _FATES), max_size=60),

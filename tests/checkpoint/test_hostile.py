@@ -304,7 +304,7 @@ _NASTY = st.sampled_from(
 )
 
 
-@settings(max_examples=examples(100, of=200))
+@settings(max_examples=examples(60, of=200))
 @given(data=st.data())
 def test_a_manifest_changed_anywhere_opens_or_is_refused(data: st.DataObject) -> None:
     body = json.loads(json.dumps(_BODY))
@@ -333,7 +333,7 @@ _STORAGE = _saved()
 _BODY = json.loads(_STORAGE[0].read(f"{_STORAGE[1]}/manifest.json"))
 
 
-@settings(max_examples=examples(75, of=150))
+@settings(max_examples=examples(45, of=150))
 @given(st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from(list('{}[],:"0919e-.\\n tu'))), max_size=4))
 def test_a_manifest_whose_text_was_spoiled_opens_or_is_refused(changes: list[tuple[int, str]]) -> None:
     storage, prefix = _STORAGE

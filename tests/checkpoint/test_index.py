@@ -211,7 +211,7 @@ def test_pages_that_inflate_to_more_than_boxes_need_are_refused_before_that(
         _read(data)
 
 
-@settings(max_examples=examples(100, of=200))
+@settings(max_examples=examples(60, of=200))
 @given(st.data())
 def test_headers_that_were_changed_are_read_or_refused_and_nothing_else(data: st.DataObject) -> None:
     whole = bytearray(_parquet(_columns(), compression=data.draw(st.sampled_from(["none", "zstd"]))))

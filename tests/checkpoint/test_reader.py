@@ -105,7 +105,7 @@ def test_what_any_number_wrote_any_number_reads(tmp_path: Path, kind: str, num_w
     checkpoint.verify()
 
 
-@settings(max_examples=examples(30, of=60), deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(
     rows=st.integers(0, 40),
     num_writers=st.sampled_from([1, 2, 3, 5, 7, 16]),
@@ -121,7 +121,7 @@ def test_resharding_through_storage_keeps_every_bit(
     _assert_same(_load_rows(open_checkpoint(storage, prefix), arrays, num_readers), arrays)
 
 
-@settings(max_examples=examples(50, of=100), deadline=None)
+@settings(max_examples=examples(30, of=100), deadline=None)
 @given(data=st.data())
 def test_any_box_is_read_from_any_grid_of_boxes(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))

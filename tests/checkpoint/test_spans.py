@@ -38,7 +38,7 @@ def _wanted(draw: st.DrawFn) -> tuple[list[FileRecord], list[Piece]]:
     return files, pieces
 
 
-@settings(max_examples=examples(100, of=200))
+@settings(max_examples=examples(60, of=200))
 @given(_wanted(), st.integers(1, 4000))
 def test_every_chunk_that_is_needed_is_in_one_span_and_few_others_are_read(
     wanted: tuple[list[FileRecord], list[Piece]], span_bytes: int
@@ -67,7 +67,7 @@ def test_every_chunk_that_is_needed_is_in_one_span_and_few_others_are_read(
         assert {id(piece) for piece in span.pieces} == {id(piece) for piece in touching}
 
 
-@settings(max_examples=examples(100, of=200))
+@settings(max_examples=examples(60, of=200))
 @given(_wanted(), st.integers(1, 4000))
 def test_the_views_of_a_span_cover_it_once_and_every_piece_gets_its_bytes(
     wanted: tuple[list[FileRecord], list[Piece]], span_bytes: int

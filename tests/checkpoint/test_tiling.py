@@ -71,7 +71,7 @@ def _tensors(draw: st.DrawFn) -> tuple[Shape, list[Extent]]:
     return shape, draw(st.permutations(boxes))
 
 
-@settings(max_examples=examples(150, of=300))
+@settings(max_examples=examples(90, of=300))
 @given(st.lists(_tensors(), min_size=1, max_size=4))
 def test_the_first_tensor_that_is_not_tiled_is_found_with_a_cell_that_shows_it(
     tensors: list[tuple[Shape, list[Extent]]],

@@ -12,6 +12,7 @@ from hypothesis import given, settings, strategies as st
 from raysharded.data import order
 from raysharded.data.order import MAX_COLUMNS, WINDOW_BLOCKS, Blocks, sample_ids
 from raysharded.errors import DataError
+from tests.cases import examples
 
 Ids = npt.NDArray[np.int64]
 SIZES = st.sampled_from([2, 4, 8, 32])
@@ -36,7 +37,7 @@ def _ids(positions: Ids, num_samples: int, samples: int, batch: int, seed: int =
     samples=SIZES,
     batch=st.integers(1, 40),
 )
-@settings(max_examples=100)
+@settings(max_examples=examples(33, of=100))
 def test_every_epoch_has_every_sample_exactly_once(
     seed: int, epoch: int, num_samples: int, samples: int, batch: int
 ) -> None:
@@ -45,7 +46,7 @@ def test_every_epoch_has_every_sample_exactly_once(
 
 
 @given(data=st.data(), num_samples=st.integers(1, 10**15), samples=SIZES, batch=st.integers(1, 10_000))
-@settings(max_examples=50)
+@settings(max_examples=examples(25, of=50))
 def test_a_sample_does_not_depend_on_what_else_is_requested(
     data: st.DataObject, num_samples: int, samples: int, batch: int
 ) -> None:

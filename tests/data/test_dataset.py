@@ -22,6 +22,7 @@ from raysharded.data.packed.packed_dataset import PackedDataset
 from raysharded.data.text.token_file import TokenHeader, token_dtype
 from raysharded.data.text.token_reader import TokenReader
 from raysharded.errors import ConfigError, DataError, RayshardedError
+from tests.cases import examples
 
 
 def _write(
@@ -62,7 +63,7 @@ def folder(tmp_path: Path) -> Path:
     per_row_group=st.integers(1, 15),
     data=st.data(),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, of=40), deadline=None)
 def test_sample_i_is_its_slice_of_all_files_streams(
     lengths: list[int], per_row_group: int, data: st.DataObject
 ) -> None:

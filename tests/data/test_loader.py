@@ -23,6 +23,7 @@ from raysharded.data.order import positions_of_microbatch, positions_of_step, sa
 from raysharded.data.outlook import repeated_samples
 from raysharded.errors import ConfigError, DataError, TaskError
 from raysharded.overrides import Skips, WeightChanges
+from tests.cases import examples
 
 BATCH = BatchConfig(global_batch_size=6, microbatch_size=2, seed=1)
 DEADLINE_S = 20.0
@@ -110,7 +111,7 @@ def test_a_microbatch_has_its_samples_in_order_and_the_proof_of_their_reading() 
         max_size=15,
     )
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, of=40), deadline=None)
 def test_prefetching_never_changes_what_is_loaded(events: list[tuple[Any, ...]]) -> None:
     plain, ahead = MicrobatchLoader(Squares(), BATCH), MicrobatchLoader(Squares(), BATCH, prefetch=True)
     try:

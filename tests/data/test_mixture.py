@@ -27,13 +27,13 @@ from raysharded.data.store.layout import Kind
 from raysharded.data.store.store_source import StoreSource
 from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import ConfigError, DataError
-from tests.cases import tried_each_time
+from tests.cases import examples, tried_each_time
 
 WEIGHTS = st.lists(st.floats(1e-5, 1.0), min_size=1, max_size=12)
 NEAR_A_CHANGE = [0, 1, PERIOD, PERIOD * PERIOD - 1500, 7 * PARTS - 1500, 10**12]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(20, of=60))
 @given(weights=WEIGHTS, start=st.sampled_from(NEAR_A_CHANGE) | st.integers(0, 10**15))
 def test_every_thousand_positions_have_each_source_within_one_of_its_weight(weights: list[float], start: int) -> None:
     pattern = Pattern.of(in_parts(weights))

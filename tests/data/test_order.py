@@ -6,6 +6,7 @@ from hypothesis import given, settings, strategies as st
 
 from raysharded.data.order import positions_of_microbatch, positions_of_step, sample_ids
 from raysharded.errors import DataError
+from tests.cases import examples
 
 
 def _epoch(seed: int, epoch: int, num_samples: int) -> list[int]:
@@ -25,7 +26,7 @@ def test_every_small_dataset_is_permuted() -> None:
 
 
 @given(data=st.data(), num_samples=st.integers(1, 10**15))
-@settings(max_examples=50)
+@settings(max_examples=examples(25, of=50))
 def test_a_sample_does_not_depend_on_what_else_is_requested(data: st.DataObject, num_samples: int) -> None:
     positions = np.asarray(data.draw(st.lists(st.integers(0, 2**62), min_size=1, max_size=20)), dtype=np.int64)
     together = sample_ids(5, positions, num_samples)

@@ -419,7 +419,7 @@ def _bytes_of(folder: Path) -> dict[str, bytes]:
 
 
 @given(lengths=st.lists(st.integers(0, 30), min_size=1, max_size=30), step=st.integers(1, 50), closed=st.booleans())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 def test_parts_of_json_lines_have_every_line_once(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], step: int, closed: bool
 ) -> None:

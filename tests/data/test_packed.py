@@ -23,6 +23,7 @@ from raysharded.data.packed.plan_file import GroupColumns
 from raysharded.data.store.layout import Kind
 from raysharded.data.store.writer import StoreWriter
 from raysharded.errors import ConfigError, DataError, RayshardedError
+from tests.cases import examples
 
 END = 256
 Tokens = npt.NDArray[np.int64]
@@ -64,7 +65,7 @@ def _targets(sample: dict[str, Any]) -> list[tuple[int, ...]]:
     seq_len=st.integers(1, 40),
     samples=st.sampled_from([1, 2, 8, 32]),
 )
-@settings(max_examples=150)
+@settings(max_examples=examples(50, of=150))
 def test_every_piece_is_in_one_group_and_in_one_sample_that_has_room(
     lengths: list[int], seq_len: int, samples: int
 ) -> None:

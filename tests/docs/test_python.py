@@ -338,7 +338,7 @@ def test_the_tasks_of_the_guide_train(load: Load, tmp_path: Path) -> None:
             task=task(vocab_size=50, width=16, steps=2),
             data=module.Pairs(),
             batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
-            scaling=rs.ScalingConfig(num_workers=2 if task is module.Wrapped else 1),
+            scaling=rs.ScalingConfig(num_workers=1),
             run=rs.RunConfig(name=task.__name__, storage_path=str(tmp_path / "runs"), max_steps=2),
             engine=rs.EngineConfig(prefetch=task is module.Wrapped),  # else a worker reads its data itself
             evaluation=dataclasses.replace(held_out["evaluation"], every_steps=1, num_samples=5),

@@ -18,6 +18,7 @@ from raysharded.layout import (
     order_workers,
     spared_first,
 )
+from tests.cases import examples
 from tests.layout.test_planner import ids, memory_copies, spec_of
 
 PLACES = st.lists(st.sampled_from("abcd"), min_size=1, max_size=24)
@@ -38,7 +39,7 @@ def test_there_are_as_few_neighbours_on_one_node_as_the_counts_allow(places: lis
     assert keep_apart(apart, nodes) == apart  # nothing to gain: kept
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15, of=30))
 @given(st.lists(st.sampled_from("abc"), min_size=1, max_size=6))
 def test_no_order_at_all_has_fewer(places: list[str]) -> None:
     nodes = placed(places)
@@ -66,7 +67,7 @@ def test_ranks_are_chosen_among_orders_whose_neighbours_are_apart() -> None:
     assert order_workers(spec, copies, ids(0, 1, 2, 3), (), False, nodes) == ids(0, 1, 2, 3)  # no mirrors: no need
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, of=40), deadline=None)
 @given(st.data(), st.integers(2, 12), st.integers(1, 5))
 def test_ranks_keep_apart_whom_they_can_and_move_no_more_than_a_plain_order(
     data: st.DataObject, size: int, num_nodes: int

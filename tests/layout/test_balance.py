@@ -10,6 +10,7 @@ from hypothesis import given, settings, strategies as st
 from numpy.typing import NDArray
 
 from raysharded.layout.reshard.balance import balance
+from tests.cases import examples
 
 MB = 10**6
 
@@ -38,7 +39,7 @@ def loads(shares: NDArray[np.int64], options: NDArray[np.int64], load: NDArray[n
     return total
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, of=150), deadline=None)
 @given(st.data(), st.integers(1, 7))
 def test_no_sender_has_a_tenth_more_than_it_must(data: st.DataObject, senders: int) -> None:
     sets = st.sets(st.integers(0, senders - 1), max_size=4)

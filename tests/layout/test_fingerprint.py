@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from raysharded.errors import ConfigError
 from raysharded.layout import Share, StateSpec, TensorSpec, combine, digest, partial, shard_map, tensor_specs
 from raysharded.layout.fingerprint import tensor_sum
+from tests.cases import examples
 
 Bytes = NDArray[np.uint8]
 
@@ -39,7 +40,7 @@ def of_values(dtype: str, values: NDArray[np.generic], name: str = "t") -> str:
 SMALL = spec_of(("w", "bfloat16", (5, 3)), ("n", "int64", ()), ("b", "float32", (2,)), ("f", "bool", (3, 1)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(st.data(), st.integers(1, 9))
 def test_it_is_the_same_at_every_world_size(data: st.DataObject, world_size: int) -> None:
     shapes = data.draw(st.lists(st.lists(st.integers(0, 12), max_size=3).map(tuple), min_size=1, max_size=5))
@@ -49,7 +50,7 @@ def test_it_is_the_same_at_every_world_size(data: st.DataObject, world_size: int
     assert of_state(spec, line, world_size) == of_state(spec, line)
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(26, of=80), deadline=None)
 @given(st.data(), st.sampled_from([1, 2, 4]), st.integers(1, 3), st.integers(1, 3))
 def test_it_is_the_same_at_every_tensor_parallel_degree_and_in_any_strips(
     data: st.DataObject, degree: int, shards: int, replicas: int
@@ -143,7 +144,7 @@ def test_the_order_of_the_tensors_does_not_matter() -> None:
     )
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15, of=30), deadline=None)
 @given(st.integers(0, 40_000), st.integers(0, 2**40))
 def test_the_sum_of_the_parts_is_the_sum_of_the_whole(split: int, first: int) -> None:
     tensor = TensorSpec(name="t", dtype="int16", shape=(2**41,))

@@ -26,6 +26,7 @@ from raysharded.layout import (
 )
 from raysharded.layout.parity import Rebuild, plan_rebuild, rebuildable
 from raysharded.layout.placement.node_spread import most_together
+from tests.cases import examples
 
 SPEC = StateSpec(tensors=(TensorSpec(name="w", dtype="uint8", shape=(128, 4), tensor_dim=0),))
 PARITIES = st.builds(lambda k, m: Parity(k=k, m=m), st.integers(1, 6), st.integers(1, 3))
@@ -155,7 +156,7 @@ def reports(parity: Parity, world: int, step: int, *, layout: int = 5) -> list[H
     ]
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(20, of=40))
 @given(worlds(), st.data())
 def test_the_newest_step_that_parity_gives_back_is_found(case: tuple[Parity, int], data: st.DataObject) -> None:
     parity, world = case

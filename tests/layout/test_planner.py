@@ -33,6 +33,7 @@ from raysharded.layout import (
     tensor_specs,
 )
 from raysharded.testing.llama import LLAMA_7B
+from tests.cases import examples
 from tests.layout.test_balance import least_maximum_of_ring
 
 MiB = 1 << 20
@@ -184,7 +185,7 @@ def columns(plan: Plan) -> list[list[int]]:
     return [getattr(plan, name).tolist() for name in Plan.__dataclass_fields__]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40, of=120), deadline=None)
 @given(cases())
 def test_a_plan_rebuilds_the_state_or_names_exactly_what_is_missing(case: Case) -> None:
     plan = make_plan(case.spec, case.copies, case.target)
@@ -208,7 +209,7 @@ def test_a_plan_rebuilds_the_state_or_names_exactly_what_is_missing(case: Case) 
     assert len(named) == len(rows) or len(plan.ranges) == 8
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(cases())
 def test_sender_and_receiver_see_the_same_rows_in_the_same_order(case: Case) -> None:
     plan = make_plan(case.spec, case.copies, case.target)
@@ -228,7 +229,7 @@ def test_sender_and_receiver_see_the_same_rows_in_the_same_order(case: Case) -> 
     assert rows == len(plan)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(cases(), st.sets(st.integers(0, 15), min_size=3, max_size=3))
 def test_a_workers_own_plan_is_its_part_of_the_whole(case: Case, workers: set[int]) -> None:
     plan = make_plan(case.spec, case.copies, case.target)
@@ -241,7 +242,7 @@ def test_a_workers_own_plan_is_its_part_of_the_whole(case: Case, workers: set[in
             assert columns(own) == columns(plan.take(mine))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(cases())
 def test_the_count_of_wire_bytes_is_the_plans(case: Case) -> None:
     plan = make_plan(case.spec, case.copies, case.target)
@@ -249,7 +250,7 @@ def test_the_count_of_wire_bytes_is_the_plans(case: Case) -> None:
         assert count_wire_bytes(case.spec, case.copies, case.target) == plan.wire_bytes
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(33, of=100), deadline=None)
 @given(cases())
 def test_each_worker_gets_what_it_has_not_and_no_more(case: Case) -> None:
     """The lower bound for a target: the bytes of a worker's buffers that are in memory, but not in its own."""
@@ -269,7 +270,7 @@ def test_each_worker_gets_what_it_has_not_and_no_more(case: Case) -> None:
     assert plan.wire_bytes == sum(least.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(cases())
 def test_neighbours_that_are_contiguous_on_both_sides_are_one_row(case: Case) -> None:
     plan = make_plan(case.spec, case.copies, case.target)

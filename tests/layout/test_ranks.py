@@ -25,6 +25,7 @@ from raysharded.layout import (
     tensor_specs,
 )
 from raysharded.layout.placement.assignment import NOWHERE, assign
+from tests.cases import examples
 
 SPEC = StateSpec(
     tensors=(
@@ -75,7 +76,7 @@ def test_a_single_worker_gets_rank_zero() -> None:
     assert order_workers(SPEC, (), (), ids(3), True) == ids(3)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(st.data(), st.integers(1, 9), st.booleans())
 def test_the_order_is_never_worse_than_survivors_first_and_depends_on_the_sets_alone(
     data: st.DataObject, size: int, mirrors: bool
@@ -94,7 +95,7 @@ def test_the_order_is_never_worse_than_survivors_first_and_depends_on_the_sets_a
     assert cost(order) <= cost((*survivors, *joiners))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20, of=40), deadline=None)
 @given(st.data(), st.sampled_from([1, 1, 1, 2]), st.booleans())
 def test_no_order_of_all_moves_fewer_bytes(data: st.DataObject, replicas: int, mirrors: bool) -> None:
     """A world in which two generations may have left their buffers."""
@@ -115,7 +116,7 @@ def test_no_order_of_all_moves_fewer_bytes(data: st.DataObject, replicas: int, m
     assert cost(order) == min(cost(p) for p in by_shard.values())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12, of=25), deadline=None)
 @given(st.data(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]))
 def test_no_order_of_all_moves_fewer_bytes_with_tensor_parallelism(
     data: st.DataObject, before: int, tensor: int
@@ -135,7 +136,7 @@ def test_no_order_of_all_moves_fewer_bytes_with_tensor_parallelism(
     assert cost(order) == min(map(cost, permutations(workers)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(st.data(), st.sampled_from([2, 4]), st.sampled_from([1, 2]), st.integers(1, 4), st.booleans())
 def test_as_many_tensor_parallel_groups_as_can_be_are_within_a_node(
     data: st.DataObject, tensor: int, replicas: int, shards: int, mirrors: bool
@@ -167,7 +168,7 @@ def test_as_many_tensor_parallel_groups_as_can_be_are_within_a_node(
     assert within == sum(number // tensor for number in Counter(nodes.values()).values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(st.data(), st.sampled_from([1, 2]), st.lists(st.integers(1, 4), min_size=2, max_size=4))
 def test_mirrors_are_on_other_nodes_if_they_are_as_far_apart_as_the_longest_run(
     data: st.DataObject, tensor: int, sizes: list[int]
@@ -206,7 +207,7 @@ def test_replicas_of_tensor_parallel_groups_are_on_one_node_each() -> None:
     assert [nodes[worker] for worker in order] in (["node 0"] * 4 + ["node 1"] * 4, ["node 1"] * 4 + ["node 0"] * 4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(66, of=200), deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 4))
 def test_an_assignment_is_worth_the_most(data: st.DataObject, workers: int, places: int) -> None:
     row = st.dictionaries(st.integers(0, places - 1), st.integers(1, 6))
@@ -254,7 +255,7 @@ def test_replicas_keep_what_they_hold_when_one_worker_is_replaced() -> None:
     assert moved == count_wire_bytes(SPEC, copies[:1], Target(workers=ids(0, 9), mirrors=False))  # one shard
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(st.data(), st.integers(1, 4), st.integers(1, 4))
 def test_workers_of_one_node_are_in_one_group_if_nodes_hold_groups(
     data: st.DataObject, replicas: int, shards: int

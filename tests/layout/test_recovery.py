@@ -23,6 +23,7 @@ from raysharded.layout import (
     shard_map,
     tensor_specs,
 )
+from tests.cases import examples
 
 SPECS = [
     StateSpec(tensors=()),
@@ -84,7 +85,7 @@ def newest_by_bytes(spec: StateSpec, held: list[Held]) -> int | None:
     return None
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(40, of=120), deadline=None)
 @given(st.sampled_from(SPECS), reports())
 def test_the_newest_step_whose_every_byte_is_held_is_found(spec: StateSpec, held: list[Held]) -> None:
     found = recoverable(spec, held)
@@ -92,7 +93,7 @@ def test_the_newest_step_whose_every_byte_is_held_is_found(spec: StateSpec, held
     assert recoverable(spec, held[::-1]) == found
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(st.sampled_from(SPECS), reports())
 def test_its_copies_hold_every_reported_buffer_and_are_enough_for_a_plan(spec: StateSpec, held: list[Held]) -> None:
     found = recoverable(spec, held)

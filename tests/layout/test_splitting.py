@@ -7,11 +7,12 @@ from hypothesis import given, settings, strategies as st
 
 from raysharded.layout import ALIGNMENT
 from raysharded.layout.reshard.split import MIN_PIECE_BYTES, Stripes, split
+from tests.cases import examples
 
 SIZES = st.sampled_from([1, 12, 4096, MIN_PIECE_BYTES, 2 * MIN_PIECE_BYTES + 12, 10**6 + 3])
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, of=150), deadline=None)
 @given(st.data())
 def test_every_byte_is_in_one_part_and_every_share_nearly_as_wanted(data: st.DataObject) -> None:
     width = data.draw(st.integers(1, 4))

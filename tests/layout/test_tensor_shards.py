@@ -9,6 +9,7 @@ from hypothesis import given, settings, strategies as st
 from raysharded.errors import ConfigError
 from raysharded.layout import StateSpec, TensorSpec, possible_degree, shard_map, strips_of, tensor_specs
 from raysharded.layout.sharding import ALIGNMENT, Share, buffer_origins
+from tests.cases import examples
 from tests.forked import in_a_fork
 from tests.layout import oracles
 
@@ -55,7 +56,7 @@ def specs(draw: st.DrawFn) -> StateSpec:
     return StateSpec(tensors=sum(parts, ()))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(50, of=150), deadline=None)
 @given(specs(), st.integers(1, 5), st.sampled_from([1, 2, 4]))
 def test_the_pieces_of_all_ranks_cover_the_state(spec: StateSpec, shards: int, degree: int) -> None:
     world_size = shards * degree
@@ -79,7 +80,7 @@ def test_the_pieces_of_all_ranks_cover_the_state(spec: StateSpec, shards: int, d
     assert times.tolist() == wanted.tolist()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(33, of=100), deadline=None)
 @given(specs(), st.integers(1, 4), st.sampled_from([1, 2, 4]), st.integers(1, 3))
 def test_the_parts_of_all_tensor_ranks_and_replicas_have_every_piece_once(
     spec: StateSpec, shards: int, degree: int, replicas: int

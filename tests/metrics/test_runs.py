@@ -28,7 +28,7 @@ def trainer(folder: Path, metrics: Sequence[MetricsWriter]) -> rs.ElasticTrainer
     return rs.ElasticTrainer(
         task=SmallTask(),
         data=samples(),
-        batch=rs.BatchConfig(global_batch_size=16, microbatch_size=2, seed=5),
+        batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=(2, 2)),
         run=rs.RunConfig(
             name="gpt",

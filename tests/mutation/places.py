@@ -7,6 +7,7 @@ an argument, and conditions of a skip that are negated.
 from __future__ import annotations
 
 import ast
+import gc
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -94,7 +95,13 @@ class Mutant:
 def drawn(root: Path, seed: int, count: int) -> list[Mutant]:
     """`count` of all mutants of `MODULES`, by a seed: as many of each kind, as far as there are. Equal code gives equal
     mutants."""
-    found = [mutant for path in MODULES for mutant in mutants_of(path, (root / path).read_text(encoding="utf-8"))]
+    was_enabled = gc.isenabled()
+    gc.disable()  # no tree is garbage, and the search would take longer than the parser
+    try:
+        found = [mutant for path in MODULES for mutant in mutants_of(path, (root / path).read_text(encoding="utf-8"))]
+    finally:
+        if was_enabled:
+            gc.enable()
     random = Random(seed)
     by_kind = [
         random.sample(of_kind, len(of_kind)) for kind in KINDS if (of_kind := [m for m in found if m.kind == kind])

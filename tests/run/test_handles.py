@@ -22,21 +22,26 @@ from raysharded.run.offline import StoredRun
 from raysharded.run.results import Entry
 from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
-from tests.ray.driving import PacedTokens, hurry
+from tests.ray.driving import hurry
 from tests.ray.leftovers import wait_until
 from tests.report.entries import checkpoint, started, step, write_run
-from tests.training.harness import Outcome, SmallTask, Tokens, samples, train
+from tests.training.harness import Outcome, SmallTask, samples, train
 
 STEPS = 8
 WAIT_S = 120.0
 
 
-class Paced(Tokens):
-    """Slow enough for two requests, one after the other, which take effect at different steps."""
+class Paced(SmallTask):
+    """Slow until `hurry`, and slower from step 5 on: on a busy machine what a test waits for may come late."""
 
-    def __getitem__(self, index: int) -> Any:
-        time.sleep(0.08)
-        return super().__getitem__(index)
+    def __init__(self, folder: Path) -> None:
+        self._hurry = folder / "hurry"
+
+    def lr_scale(self, step: int) -> float:
+        until = time.monotonic() + (0.3 if step < 5 else 2.0)
+        while not self._hurry.exists() and time.monotonic() < until:
+            time.sleep(0.02)
+        return super().lr_scale(step)
 
 
 @cache
@@ -45,9 +50,15 @@ def undisturbed() -> Outcome:
     return train(1, task=SmallTask(), data=samples(), steps=STEPS, microbatches=4)
 
 
-def trainer(folder: Path, workers: int | tuple[int, int] = 2, data: Any = None, **checkpoint: Any) -> rs.ElasticTrainer:
+def trainer(
+    folder: Path,
+    workers: int | tuple[int, int] = 2,
+    data: Any = None,
+    task: rs.Task | None = None,
+    **checkpoint: Any,
+) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
-        task=SmallTask(),
+        task=task or SmallTask(),
         data=data or samples(),
         batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=workers),
@@ -210,7 +221,7 @@ def test_a_run_that_is_paused_stands_still_until_it_is_resumed(tmp_path: Path) -
 
 @pytest.mark.procs
 def test_a_run_is_resized_within_its_limits(tmp_path: Path) -> None:
-    run = trainer(tmp_path, (1, 2), data=PacedTokens(tmp_path)).start_with(ProcessLauncher)
+    run = trainer(tmp_path, (1, 2), task=Paced(tmp_path)).start_with(ProcessLauncher)
     wait_for_step(run, 2)
     with pytest.raises(ConfigError, match=r"Run.resize: .*3.*\b1\b.*\b2\b"):
         run.resize(3)
@@ -223,22 +234,24 @@ def test_a_run_is_resized_within_its_limits(tmp_path: Path) -> None:
 
 @pytest.mark.procs
 def test_a_learning_rate_is_changed_and_a_run_goes_back(tmp_path: Path) -> None:
-    run = trainer(tmp_path, data=Paced(), every_steps=2, keep_last=9).start_with(ProcessLauncher)
+    run = trainer(tmp_path, task=Paced(tmp_path), every_steps=2, keep_last=9).start_with(ProcessLauncher)
     wait_for_step(run, 3)
     with pytest.raises(ConfigError, match=r"Run.rewind: .*3"):
         run.rewind(3)
     run.set_learning_rate(0.5)
     wait_for(run, "learning_rate")
     run.rewind(2)  # later requests are undone with it
+    wait_for(run, "rewind")
+    hurry(tmp_path)
     assert run.wait(WAIT_S).fingerprint == undisturbed().fingerprint
     assert [entry["from_step"] <= STEPS for entry in recorded(run, "learning_rate")] == [True]
 
 
 @pytest.mark.procs
 def test_weights_of_a_mixture_are_changed_and_wrong_ones_are_refused_with_a_reason(tmp_path: Path) -> None:
-    sources = {"one": Paced(), "two": Paced()}
+    sources = {"one": samples(), "two": samples()}
     data = rs.Mixture(sources, {"one": 1, "two": 1}, max_epochs={"two": 0.12})
-    run = trainer(tmp_path, data=data).start_with(ProcessLauncher)
+    run = trainer(tmp_path, data=data, task=Paced(tmp_path)).start_with(ProcessLauncher)
     wait_for_step(run, 2)
     for weights, told in (
         ({"three": 1.0}, "'three' is none of the sources one, two"),
@@ -250,6 +263,7 @@ def test_weights_of_a_mixture_are_changed_and_wrong_ones_are_refused_with_a_reas
             run.set_mixture_weights(weights)
     run.set_mixture_weights({"one": 1.0})
     wait_for(run, "mixture_weights")
+    hurry(tmp_path)
     run.wait(WAIT_S)
     (entry,) = recorded(run, "mixture_weights")
     assert (entry["weights"], entry["from_position"]) == ({"one": 1.0}, (entry["from_step"] - 1) * 8)

@@ -14,7 +14,7 @@ import raysharded as rs
 from raysharded.actors.session.user_session import Session
 from raysharded.actors.session.user_step import UserStep
 from raysharded.task import TrainFunction
-from tests.training.harness import Gpt, Outcome, train
+from tests.training.harness import Gpt, Outcome, SmallTask, train
 
 MICROBATCHES = 4
 STEPS = 6
@@ -119,3 +119,9 @@ def run(workers: int, loop: Callable[[Session], None] | None = None, *, steps: i
 def by_task(steps: int = STEPS) -> Outcome:
     """The run of the task with the same model, optimizer and clipping, on one worker."""
     return train(1, microbatches=MICROBATCHES, steps=steps)
+
+
+@cache
+def by_small_task(steps: int = STEPS) -> Outcome:
+    """As `by_task`, of a loop with the model `Small`."""
+    return train(1, task=SmallTask(), microbatches=MICROBATCHES, steps=steps)

@@ -20,9 +20,9 @@ from raysharded.actors.session.user_step import UserStep
 from raysharded.errors import InexactError, TaskError
 from tests.cases import tried_each_time
 from tests.session import loops
-from tests.session.loops import Loop, by_task, optimizer_of, run
+from tests.session.loops import Loop, by_small_task, optimizer_of, run
 from tests.session.test_in_a_step import HELD_OUT, Evaluating
-from tests.training.harness import Gpt, Outcome
+from tests.training.harness import Outcome, Small
 
 pytestmark = pytest.mark.procs
 STEPS = 4
@@ -33,7 +33,7 @@ class Printing(Loop):
     """Reads the step behind the `with`, as a log does."""
 
     def __init__(self, notes: Path) -> None:
-        super().__init__()
+        super().__init__(Small)
         self._notes = notes
 
     def left(self, session: Session, step: UserStep, *_: object) -> None:
@@ -51,7 +51,7 @@ def test_lines_behind_the_with_can_read_a_step_that_was_undone(
     tmp_path: Path, workers: int, kills: list[tuple[int, int, str]]
 ) -> None:
     outcome = run(workers, Printing(tmp_path), kills=kills, steps=3)
-    assert outcome.bits == by_task(3).bits
+    assert outcome.bits == by_small_task(3).bits
     for number, loss in enumerate(outcome.losses, 1):
         lines = (tmp_path / f"{number} True").read_text().splitlines()
         assert set(lines) == {f"{loss!r} ['accuracy', 'logit']"}
@@ -70,14 +70,14 @@ def test_an_error_behind_a_step_that_was_undone_names_the_line_and_the_way_out()
         LOOP + r":\d+: a line behind the step's `with`.* raised an error.*step [23] is done again.*if step\.done:"
     )
     with pytest.raises(TaskError, match=sentence):
-        run(2, Unbound(), kills=[(1, 3, "forward")], steps=STEPS)
+        run(2, Unbound(Small), kills=[(1, 3, "forward")], steps=STEPS)
 
 
 class DiffersOnce(Loop):
     """Worker 1 makes one step at another rate, the first time only."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Small)
         self._groups: list[dict[str, Any]] = []
         self._has_differed = False
 
@@ -143,7 +143,7 @@ class Carrying(Loop):
     """Draws behind the `with`, and logs the numbers in the next step."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(Small)
         self._drawn = [0.0] * 3
 
     def applied(self, session: Session, *_: object) -> None:
@@ -164,7 +164,7 @@ class Autocast:
         self._is_around = is_around
 
     def __call__(self, session: Session) -> None:
-        model = session.build(Gpt)
+        model = session.build(Small)
         optimizer = optimizer_of(model)
         session.shard(model, optimizer)
 

@@ -262,6 +262,7 @@ def test_frames_that_outlive_a_double_loss_continue_behind_the_checkpoint(tmp_pa
         assert len(set((tmp_path / f"average {number}").read_text().splitlines())) == 1
 
 
+@pytest.mark.long  # tests/adapters/test_accelerate.py has such a loss each time
 def test_a_loss_of_all_state_before_the_first_checkpoint_begins_again_at_the_first_step(tmp_path: Path) -> None:
     engine = rs.EngineConfig(mirrors=False)
     outcome = run(2, Witness(tmp_path), kills=[(1, 2, "backward")], engine=engine, steps=3)
@@ -269,6 +270,7 @@ def test_a_loss_of_all_state_before_the_first_checkpoint_begins_again_at_the_fir
     assert outcome.bits == by_task(3).bits
 
 
+@pytest.mark.long  # one with registered tensors is resumed by another number of workers each time
 def test_a_loop_is_resumed_by_another_driver_with_another_number_of_workers(tmp_path: Path) -> None:
     job = small_job(f"{tmp_path}/run", task=TrainFunction(Loop()), steps=1)
     make_driver(job, make_limits(job, 1), Listening()).run()

@@ -21,8 +21,8 @@ from raysharded.overrides import Decisions
 from raysharded.task import TrainFunction
 from raysharded.testing import Fault, FaultPlan
 from tests.cases import tried_each_time
-from tests.session.loops import MICROBATCHES, STEPS, Average, Loop, by_task, optimizer_of, run, schedule
-from tests.training.harness import Gpt, GptTask, log_into, make_driver, make_limits, samples, train
+from tests.session.loops import MICROBATCHES, STEPS, Average, Loop, by_small_task, optimizer_of, run, schedule
+from tests.training.harness import Small, SmallTask, log_into, make_driver, make_limits, samples, train
 from tests.training.test_checkpoints import Listening, fingerprint, resume, small_job
 
 pytestmark = pytest.mark.procs
@@ -37,8 +37,8 @@ class Calls:
         self._folder, self._evaluates = folder, evaluates
 
     def __call__(self, session: Session) -> None:
-        task, average = GptTask(), Average()
-        model = session.build(Gpt)
+        task, average = SmallTask(), Average()
+        model = session.build(Small)
         optimizer = optimizer_of(model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         session.shard(model, optimizer, scheduler=scheduler, average=average)
@@ -65,14 +65,14 @@ def test_a_loss_behind_the_last_gradient_calls_the_function_again_from_that_step
     tmp_path: Path, phase: str, evaluates: bool
 ) -> None:
     found = run(2, Calls(tmp_path, evaluates), kills=[(1, 3, phase)], steps=3)
-    assert numbers(found) == numbers(by_task(3))
+    assert numbers(found) == numbers(by_small_task(3))
     calls = (tmp_path / "0").read_text().split("from ")
     assert [int(one) for one in calls[1:]] == [1, 3]
 
 
 class Stopping(Loop):
     def __init__(self, at: int) -> None:
-        super().__init__()
+        super().__init__(Small)
         self._at = at
 
     def applied(self, session: Session, step: UserStep, average: Average) -> None:
@@ -84,7 +84,7 @@ class Stopping(Loop):
 @pytest.mark.parametrize("kills", [[], [(1, 3, "snapshot")]])
 def test_a_loop_that_stops_the_run_has_the_bits_of_a_shorter_one(kills: list[Any]) -> None:
     found = train(2, task=TrainFunction(Stopping(3)), microbatches=MICROBATCHES, steps=STEPS, done=3, kills=kills)
-    assert found.bits == by_task(3).bits
+    assert found.bits == by_small_task(3).bits
 
 
 def test_a_run_that_was_stopped_by_its_loop_has_a_checkpoint_and_is_found_done(tmp_path: Path) -> None:
@@ -96,9 +96,9 @@ def test_a_run_that_was_stopped_by_its_loop_has_a_checkpoint_and_is_found_done(t
     make_driver(job, make_limits(job, 2, min_workers=1, max_worker_losses=1, join_wait_s=60.0), first).run()
     assert faults.fired(kill)
     assert sorted(first.numbers) == [1, 2, 3]
-    assert repr(tuple(first.numbers[step] for step in (1, 2, 3))) == by_task(3).bits[0]
+    assert repr(tuple(first.numbers[step] for step in (1, 2, 3))) == by_small_task(3).bits[0]
     state, listener = resume(job.run_url, 1, steps=STEPS, task=TrainFunction(Stopping(3)))
-    assert fingerprint(state) == by_task(3).fingerprint
+    assert fingerprint(state) == by_small_task(3).fingerprint
     assert not listener.of("step")
 
 
@@ -106,7 +106,7 @@ class Looking(Loop):
     """A loop that inspects the whole model behind each step."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__()
+        super().__init__(Small)
         self._folder = folder
 
     def built(self, model: Any) -> None:
@@ -125,7 +125,7 @@ class Looking(Loop):
         weights = weights_of(step)
         assert (weights is None) == (session.rank != 0)
         if weights is not None:
-            whole = Gpt()
+            whole = Small()
             whole.load_state_dict(weights | {"head.weight": weights["embedding.weight"]})
             with torch.no_grad():
                 for place, one in enumerate(found):
@@ -138,7 +138,7 @@ class Looking(Loop):
 
 @pytest.mark.parametrize("workers", tried_each_time([2], [1, 2, 3]))
 def test_outputs_and_weights_are_whole_and_the_same_on_every_worker(tmp_path: Path, workers: int) -> None:
-    assert run(workers, Looking(tmp_path), steps=3).bits == by_task(3).bits
+    assert run(workers, Looking(tmp_path), steps=3).bits == by_small_task(3).bits
     for number in (1, 2, 3):
         lines = (tmp_path / f"{number}").read_text().splitlines()
         assert len(lines) == workers
@@ -160,7 +160,7 @@ class Ending(Loop):
     """Has lines behind its loop: it writes a file, then does what a test wants."""
 
     def __init__(self, folder: Path, kind: str = "") -> None:
-        super().__init__()
+        super().__init__(Small)
         self._folder, self._kind = folder, kind
 
     def __call__(self, session: Session) -> None:
@@ -175,7 +175,7 @@ class Ending(Loop):
 @pytest.mark.long  # lines that request a checkpoint are run each time
 @pytest.mark.parametrize("kills", [[], [(1, 3, "snapshot")]])
 def test_lines_behind_the_loop_run_once_the_run_is_over(tmp_path: Path, kills: list[Any]) -> None:
-    assert run(2, Ending(tmp_path), kills=kills, steps=3).bits == by_task(3).bits
+    assert run(2, Ending(tmp_path), kills=kills, steps=3).bits == by_small_task(3).bits
     assert sorted(file.name for file in tmp_path.iterdir()) == (["0"] if kills else ["0", "1"])
 
 
@@ -195,7 +195,7 @@ class Saving(Ending):
 
 def test_a_checkpoint_that_is_requested_behind_the_last_step_ends_no_line(tmp_path: Path) -> None:
     found = run(2, Saving(tmp_path), steps=3)
-    assert found.bits == by_task(3).bits
+    assert found.bits == by_small_task(3).bits
     names = {file.name for file in tmp_path.iterdir()}
     assert names == {"last 0 of True", "last 1 of True", "0", "1", "end 0", "end 1"}
     assert [fields["step"] for fields in found.of("checkpoint")] == [3]
@@ -247,7 +247,7 @@ def test_nothing_behind_the_loop_changes_the_runs_result(
     driver = make_driver(
         job, make_limits(job, 1), Listening(), prepare={WorkerId(0): partial(log_into, str(log))}, function_s=function_s
     )
-    assert fingerprint(driver.run()) == by_task(3).fingerprint
+    assert fingerprint(driver.run()) == by_small_task(3).fingerprint
     assert (tmp_path / "0").exists()
     if kind == "raises":
         assert "raised behind the run's last step, which is done" in log.read_text()

@@ -152,6 +152,7 @@ def test_errors_that_a_loop_keeps_hold_objects_of_their_generation_until_it_drop
     assert set((tmp_path / "older").read_text().split()) == {"0"}
 
 
+@pytest.mark.long  # two losses are tried each time, and a spare with the objects of a task
 def test_survivors_keep_all_objects_when_a_spare_takes_the_lost_place(tmp_path: Path) -> None:
     """Their buffers, too: `test_survivors_keep_the_memory_of_their_buffers_when_a_spare_takes_the_lost_place`."""
     job, pids = replace(a_job(tmp_path), task=TrainFunction(Counting(tmp_path))), dict[int, int]()

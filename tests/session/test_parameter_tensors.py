@@ -21,7 +21,7 @@ from raysharded.actors.session.user_session import Session
 from raysharded.errors import CheckpointError, InexactError, RayshardedError, TaskError
 from raysharded.task import TrainFunction
 from tests.session.loops import compute, optimizer_of, run, schedule
-from tests.training.harness import Gpt, samples
+from tests.training.harness import Small, samples
 from tests.training.test_checkpoints import resume
 
 pytestmark = pytest.mark.procs
@@ -44,7 +44,7 @@ class Averaged:
     """Called outside the `with`."""
 
     def __call__(self, session: Session) -> None:
-        model = session.build(Gpt)
+        model = session.build(Small)
         optimizer = optimizer_of(model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         weights = rs.ParameterTensors(dtype=self.dtype)
@@ -114,10 +114,10 @@ def test_a_loss_while_the_parameters_are_the_averages_changes_no_bit(tmp_path: P
     """Its worker is replaced: a worker that joins gets its part of the averages."""
     one = run(1, Averaged(act=average_and_evaluate), steps=3)
     killed = Averaged(act=KilledAsAveraged(str(tmp_path)))
-    found = run(3, killed, losses=1, steps=3, replacement_wait_s=60.0)
+    found = run(2, killed, losses=1, steps=3, replacement_wait_s=60.0)
     assert (tmp_path / "killed").exists()
     assert found.of("worker_lost")
-    assert sorted(found.of("generation")[-1]["members"]) == [0, 2, 3]
+    assert sorted(found.of("generation")[-1]["members"]) == [0, 2]
     assert found.bits == one.bits
     without = run(1, Averaged(act=nothing), steps=3)
     assert [numbers["digest"] for numbers in one.numbers] == [numbers["digest"] for numbers in without.numbers]
@@ -156,7 +156,7 @@ class Compared:
 
 def test_an_average_is_that_of_plain_torch_and_leaves_the_parameters_as_they_were(tmp_path: Path) -> None:
     run(1, Averaged(act=Compared(str(tmp_path))), steps=3)
-    assert len(torch.load(tmp_path / "plain.pt")) > 5
+    assert len(torch.load(tmp_path / "plain.pt")) == len(list(Small().parameters()))
 
 
 def with_a_norm(session: Session, step: Any, model: nn.Module, weights: rs.ParameterTensors) -> None:
@@ -181,7 +181,7 @@ def with_the_parameter_changed(session: Session, step: Any, model: nn.Module, we
             r"gives other values when the parameter is cut",
             marks=pytest.mark.long,
         ),
-        (Averaged(act=with_the_parameter_changed), TaskError, r"the rule changed the parameter 'embedding"),
+        (Averaged(act=with_the_parameter_changed), TaskError, r"the rule changed the parameter 'gains'"),
         (
             Averaged(act=nothing, behind=update),
             TaskError,
@@ -221,7 +221,7 @@ class Plain:
     average: bool = False
 
     def __call__(self, session: Session) -> None:
-        model = session.build(Gpt)
+        model = session.build(Small)
         optimizer = optimizer_of(model)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, schedule)
         session.shard(model, optimizer, scheduler=scheduler, average=rs.ParameterTensors() if self.average else None)

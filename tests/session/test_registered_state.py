@@ -22,7 +22,7 @@ from raysharded.errors import TaskError
 from raysharded.task import TrainFunction
 from tests.actors.optimizer.test_shard_optimizer import Remembers
 from tests.session.loops import compute, run
-from tests.training.harness import Gpt, make_driver, make_limits
+from tests.training.harness import Gpt, Small, make_driver, make_limits
 from tests.training.test_checkpoints import Listening, resume, small_job
 
 
@@ -350,7 +350,7 @@ class Reordered:
 
 def clips_by_a_queue(session: Session) -> None:
     """Its optimizer counts the steps in its groups."""
-    model, spikes, reordered = session.build(Gpt), Spikes(), Reordered()
+    model, spikes, reordered = session.build(Small), Spikes(), Reordered()
     optimizer = Remembers(model.parameters(), "group")
     session.shard(model, optimizer, spikes=spikes, reordered=reordered)
     for step in session.steps():

@@ -167,7 +167,7 @@ def test_in_every_order_of_a_pin_and_a_deletion_one_gives_way(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(40, of=60), deadline=None)
+@settings(max_examples=examples(20, of=60), deadline=None)
 @given(order=st.lists(st.integers(0, 3), max_size=20))
 def test_in_every_order_of_a_pin_and_three_deletions_a_pin_that_was_made_holds(
     tmp_path_factory: pytest.TempPathFactory, order: list[int]

@@ -109,7 +109,7 @@ def save_again(rank: int, folder: str) -> Any:
 
 
 @pytest.mark.procs
-@pytest.mark.parametrize("dying", [0, 3])
+@pytest.mark.parametrize("dying", tried_each_time([3], of=[0, 3]))
 def test_a_rank_that_is_killed_in_a_save_is_an_error_on_the_others_within_the_time(tmp_path: Path, dying: int) -> None:
     found = outcomes(4, save_with_a_deadly_storage, str(tmp_path), dying)
     for rank, outcome in enumerate(found):

@@ -19,6 +19,7 @@ from raysharded.checkpoint.read_plan.dedup import Box, Share, assign, check_cove
 from raysharded.checkpoint.read_plan.plan import NO_BOX, Phase, phases_of
 from raysharded.checkpoint.state_dict.shard_boxes import parts_of
 from raysharded.errors import CheckpointError
+from tests.cases import examples
 
 meshes = st.lists(st.integers(1, 3), min_size=1, max_size=2).map(tuple)
 shapes = st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)
@@ -121,7 +122,7 @@ def slices(offsets: Any, sizes: Any) -> tuple[slice, ...]:
     return tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(33, of=100))
 @given(st.data(), st.integers(1, 200), st.integers(1, 100))
 def test_every_rank_gets_its_cells_and_each_is_read_once(data: st.DataObject, slab: int, buffer: int) -> None:
     mesh, stored_mesh = data.draw(meshes), data.draw(meshes)
