@@ -10,6 +10,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,13 @@ WITHIN_S = 240
 
 @pytest.fixture
 def own_cluster() -> Iterator[dict[str, str]]:
+    """As `separate`, for one test."""
+    with separate() as environment:
+        yield environment
+
+
+@contextmanager
+def separate() -> Iterator[dict[str, str]]:
     """The environment of a cluster that no other program finds, as Ray notes the newest one's address in its folder. It
     alone is ended: `ray stop` would end every Ray of this machine."""
     marker = uuid.uuid4().hex
