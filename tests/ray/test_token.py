@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from tests.ray.clusters import run_script
-from tests.ray.job_server import JobServer
 from tests.ray.test_which_ray import STARTS, started
 from tests.ray.test_whose_ray import listener
 
@@ -39,16 +38,8 @@ def test_a_process_that_should_have_a_token_and_has_none_is_told_where_it_is(tmp
 
 @pytest.mark.ray
 @pytest.mark.clusters
-def test_a_process_that_a_cluster_refuses_is_told_how_to_name_the_token(tmp_path: Path) -> None:
-    with JobServer(num_cpus=1) as server:
-        message = refused(server.address, tmp_path)
-    assert "set RAY_AUTH_MODE=token here, and have the token of ~/.ray/auth_token" in message
-
-
-@pytest.mark.ray
-@pytest.mark.clusters
 @pytest.mark.parametrize("how", ["found", pytest.param("named", marks=pytest.mark.long)])
-def test_the_users_own_cluster_is_used_with_the_token_of_the_home(
+def test_the_users_own_cluster_is_used_with_the_token_of_the_home_and_without_it_refuses(
     how: str, tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:
     (tmp_path / ".ray").mkdir()
@@ -59,5 +50,8 @@ def test_the_users_own_cluster_is_used_with_the_token_of_the_home(
         address = (Path(environment["RAY_TMPDIR"]) / "ray" / "ray_current_cluster").read_text()
         named = {"RAY_ADDRESS": address} if how == "named" else {}
         found = run_script(STARTS, str(tmp_path), environment={**environment, **named})
+        (tmp_path / "other").mkdir()
+        message = refused(address, tmp_path / "other")
     assert found["address"] == address
     assert not [line for line in found["said"] if "Token" in line]
+    assert "set RAY_AUTH_MODE=token here, and have the token of ~/.ray/auth_token" in message
