@@ -1,6 +1,7 @@
 """A run on a Ray that it starts, from a process without standard streams: `python -m tests.ray.own_ray FOLDER`.
 
-A worker is stopped, and then the process gets SIGTERM. FOLDER/found has what was seen, FOLDER/failed a traceback.
+A worker is stopped. Then all processes get SIGHUP, as at the end of a terminal.
+FOLDER/found has what was seen, FOLDER/failed a traceback.
 """
 
 from __future__ import annotations
@@ -90,7 +91,8 @@ def main(folder: Path) -> None:
             found.update(see(entries))
         except BaseException:  # noqa: BLE001 - a test reports it
             (folder / "failed").write_text(traceback.format_exc())
-        os.kill(os.getpid(), signal.SIGTERM)
+        for _ in range(2):  # the kernel's, and the shell's
+            os.killpg(0, signal.SIGHUP)
 
     job = trainer(folder, (1, 2), steps=STEPS, failure=rs.FailureConfig(hang_timeout_s=3.0))
     threading.Thread(target=act).start()

@@ -93,7 +93,9 @@ def own_ray(tmp_path_factory: pytest.TempPathFactory) -> OwnRay:
         environment |= {"RAYSHARDED_CHECKPOINT_KEY": SECRET, "OTHER_CANARY": "here", "PYTHONPATH": str(ROOT)}
         program = [sys.executable, "-m", "tests.ray.own_ray", str(folder)]
         command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *program]
-        status = subprocess.run(command, env=environment, cwd=ROOT, timeout=WITHIN_S, check=False).returncode
+        status = subprocess.run(
+            command, env=environment, cwd=ROOT, timeout=WITHIN_S, check=False, start_new_session=True
+        ).returncode
         failed = folder / "failed"
         assert status == 0, failed.read_text() if failed.exists() else status
         assert not failed.exists(), failed.read_text()
@@ -141,11 +143,14 @@ def test_the_processes_of_a_ray_that_a_run_starts_do_not_have_the_key(own_ray: O
 
 
 @pytest.mark.clusters
-def test_fit_needs_no_standard_streams_and_sigterm_ends_it_after_a_checkpoint(own_ray: OwnRay) -> None:
+def test_fit_needs_no_standard_streams_and_a_hangup_of_all_processes_ends_it_after_a_checkpoint(
+    own_ray: OwnRay,
+) -> None:
     assert "checkpoint" in own_ray.found["kinds"]
-    assert "resumes from its checkpoint of step" in own_ray.found["stopped"]
+    assert own_ray.found["stopped"].startswith("Stopped. Run 'job' was at step ")
+    assert "the next fit() resumes from its checkpoint of step " in own_ray.found["stopped"]
 
 
 @pytest.mark.clusters
-def test_nothing_is_left_of_a_run_that_sigterm_ended(own_ray: OwnRay) -> None:
+def test_nothing_is_left_of_a_run_that_a_hangup_ended(own_ray: OwnRay) -> None:
     assert own_ray.left == []
