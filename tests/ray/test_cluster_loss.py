@@ -29,8 +29,8 @@ def wait():
     except Exception as error:
         found["waited"] = f"{type(error).__name__}: {error}"
 
-settings = {"gcs_rpc_server_reconnect_timeout_s": 170}
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": settings})
+settings = {"_system_config": {"gcs_rpc_server_reconnect_timeout_s": 170}}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **settings})
 cluster.add_node(num_cpus=2)
 ray.init(address=cluster.address, log_to_driver=False)
 found["limit_s"] = gcs_limit_s()
