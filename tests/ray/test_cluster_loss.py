@@ -16,6 +16,7 @@ import json, os, signal, sys, threading, time
 from pathlib import Path
 import ray
 from ray.cluster_utils import Cluster
+from raysharded.ray_backend.peers import gcs_limit_s
 from raysharded.run.hosted.registry import host_of, hosts
 from tests.ray.driving import trainer
 from tests.ray.leftovers import wait_until
@@ -28,9 +29,11 @@ def wait():
     except Exception as error:
         found["waited"] = f"{type(error).__name__}: {error}"
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+settings = {"_system_config": {"gcs_rpc_server_reconnect_timeout_s": 170}}
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **settings})
 cluster.add_node(num_cpus=2)
 ray.init(address=cluster.address, log_to_driver=False)
+found["limit_s"] = gcs_limit_s()
 run = trainer(Path(sys.argv[1]), 1).start()
 wait_until(lambda: run.status().step >= 2, "a step", 120)
 (name,) = hosts()
@@ -56,23 +59,20 @@ os._exit(0)  # Ray itself would end this process a minute after its cluster
 
 
 LIMIT = """
-import json, sys
+import json
 import ray
 from raysharded.ray_backend.peers import gcs_limit_s
 
-setting = {"gcs_rpc_server_reconnect_timeout_s": 17} if sys.argv[1] == "set" else None
-ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20, _system_config=setting)
+ray.init(num_cpus=1, include_dashboard=False, object_store_memory=80 << 20)
 print(json.dumps({"limit_s": gcs_limit_s()}))
 ray.shutdown()
 """
+LIMIT_SETTING = "RAY_gcs_rpc_server_reconnect_timeout_s"
 
 
-@pytest.mark.parametrize(("how", "limit_s"), [("set", 17.0), pytest.param("unset", 33.0, marks=pytest.mark.long)])
-def test_rays_limit_is_read_from_the_clusters_own_settings_and_else_from_the_environment(
-    own_cluster: dict[str, str], how: str, limit_s: float
-) -> None:
-    environment = own_cluster | {"RAY_gcs_rpc_server_reconnect_timeout_s": "33"}
-    assert run_script(LIMIT, how, environment=environment) == {"limit_s": limit_s}
+@pytest.mark.long  # the test below reads that of the cluster's own settings
+def test_rays_limit_is_read_from_the_environment_where_the_cluster_has_none(own_cluster: dict[str, str]) -> None:
+    assert run_script(LIMIT, environment=own_cluster | {LIMIT_SETTING: "33"}) == {"limit_s": 33.0}
 
 
 def test_a_lost_cluster_is_named_and_the_run_resumes_from_its_checkpoint(
@@ -81,7 +81,8 @@ def test_a_lost_cluster_is_named_and_the_run_resumes_from_its_checkpoint(
     from raysharded.testing.processes import fit
     from tests.ray.driving import hurry, trainer, undisturbed
 
-    found = run_script(SCRIPT, str(tmp_path), environment=own_cluster)
+    found = run_script(SCRIPT, str(tmp_path), environment=own_cluster | {LIMIT_SETTING: "140"})
+    assert found["limit_s"] == 170.0  # the cluster's own setting comes before that of the environment
     assert found["on_head"]  # no other node is one that the run cannot lose
     for said in (found["waited"], found["asked"]):
         assert "ClusterError: run 'driven' cannot be reached: the Ray cluster at " in said

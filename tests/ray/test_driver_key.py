@@ -1,4 +1,4 @@
-"""The key that signs checkpoints is not in the processes of a Ray that a run starts, nor in a cluster's memory."""
+"""The key that signs checkpoints is not in a cluster's memory. A Ray that a run starts: test_local_ray.py."""
 
 from __future__ import annotations
 
@@ -12,56 +12,11 @@ from raysharded.checkpoint import SigningKey, newest_complete, open_storage
 from raysharded.errors import CheckpointError
 from raysharded.run.hosted.driver_key import take_environment
 from raysharded.run.hosted.submission import RunSubmission, absolute, make_order
-from tests.ray.clusters import run_script
 from tests.ray.driving import hurry, trainer
 from tests.ray.test_hosted import no_host_stays as no_host_stays
 
 SECRET = "canary-0123456789abcdef"
 KEY = SigningKey(SECRET.encode())
-
-STARTS = """
-import contextlib, json, os, sys
-from pathlib import Path
-import ray
-from raysharded.errors import CheckpointError
-from raysharded.ray_backend import cluster
-from raysharded.testing.ray_nodes import descendants
-from tests.ray.driving import trainer
-
-try:
-    trainer(Path(sys.argv[1]), 1).start()
-    refused = ""
-except CheckpointError as error:
-    refused = str(error)
-started = ray.is_initialized()
-cluster.start_local(num_cpus=1)
-worker = ray.get(ray.remote(lambda: dict(os.environ)).remote())
-found = {}
-for pid in descendants(os.getpid()):
-    with contextlib.suppress(OSError):  # it has ended since
-        found[Path(f"/proc/{pid}/comm").read_text().strip()] = Path(f"/proc/{pid}/environ").read_bytes().decode()
-told = {"environments": found, "worker": worker, "mine": dict(os.environ)}
-print(json.dumps({**told, "refused": refused, "started": started}))
-"""
-
-
-@pytest.mark.clusters
-@pytest.mark.ray
-def test_the_processes_of_a_ray_that_a_run_starts_do_not_have_the_key(
-    tmp_path: Path, own_cluster: dict[str, str]
-) -> None:
-    environment = {**own_cluster, "RAYSHARDED_CHECKPOINT_KEY": SECRET, "OTHER_CANARY": "here"}
-    found = run_script(STARTS, str(tmp_path), environment=environment)
-    assert {"gcs_server", "raylet"} <= set(found["environments"])
-    for name in ("gcs_server", "raylet"):
-        assert "OTHER_CANARY" in found["environments"][name], "environments are inherited"
-    assert found["worker"]["OTHER_CANARY"] == "here"
-    assert "RAYSHARDED_CHECKPOINT_KEY" not in found["worker"]
-    assert [name for name, text in found["environments"].items() if SECRET in text] == []
-    assert found["mine"]["RAYSHARDED_CHECKPOINT_KEY"] == SECRET, "this process signs"
-    assert "does not reach the run's driver" in found["refused"]
-    assert "CheckpointConfig(signing_key_file=...)" in found["refused"]
-    assert not found["started"], "it was refused before a Ray was started"
 
 
 def order_of(folder: Path) -> RunSubmission:

@@ -72,7 +72,7 @@ trainer = rs.ElasticTrainer(
     task=GptTask(),
     data=Tokens(),
     batch=rs.BatchConfig(global_batch_size=4, microbatch_size=1),
-    scaling=rs.ScalingConfig(num_workers=2, use_gpu=True),
+    scaling=rs.ScalingConfig(num_workers=1, use_gpu=True),
     run=rs.RunConfig(name="gpus", storage_path=sys.argv[1], max_steps=1),
 )
 

@@ -58,6 +58,7 @@ trainer.fit(lambda kind, fields: print(kind, flush=True))
 """
 
 
+@pytest.mark.long  # test_local_ray.py has another
 def test_a_hangup_of_all_processes_ends_with_one_more_checkpoint(tmp_path: Path) -> None:
     """As at the end of a terminal: its processes are those of the script, and of the Ray that it started."""
     process = script_at_a_step(SCRIPT, tmp_path)

@@ -28,7 +28,7 @@ from ray.cluster_utils import Cluster
 from tests.ray.driving import hurry
 from tests.ray.test_leaving import trainer, journal
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 nodes = [cluster.add_node(num_cpus=2) for _ in range(2)]
 ray.init(address=cluster.address, log_to_driver=False)
 entries = journal()
@@ -56,7 +56,7 @@ from ray.cluster_utils import Cluster
 from tests.ray.driving import hurry
 from tests.ray.test_leaving import LONGER, NOTICE_S, trainer, journal
 
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0})
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
 nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
 ray.init(address=cluster.address, log_to_driver=False)
 entries = journal()

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
+from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import ray
@@ -13,7 +16,9 @@ import ray
 from raysharded.actors.process.os_processes import start_ticks
 from raysharded.ray_backend import cluster
 from raysharded.ray_backend.agents import OwnNode
-from tests.ray.clusters import run_script
+from tests.paths import ROOT
+from tests.ray.clusters import WITHIN_S, separate
+from tests.ray.leftovers import processes_marked, wait_until
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
@@ -68,74 +73,84 @@ def test_a_process_that_was_started_since_is_left_alone(sleeper: tuple[subproces
     assert process.poll() is None
 
 
-STOPPED = """
-import json, os, signal, sys
-from pathlib import Path
-import raysharded as rs
-from raysharded.actors.process.os_processes import start_ticks
-from raysharded.testing.ray_nodes import descendants
-from tests.ray.leftovers import wait_until
-from tests.ray.test_main_job import trainer
+SECRET = "canary-0123456789abcdef"
 
-folder = Path(sys.argv[1])
-run = trainer(folder, (1, 2), failure=rs.FailureConfig(hang_timeout_s=3.0)).start_local()
-wait_until(lambda: run.status().step >= 3 and len(run.status().workers) == 2, "step 3")
-status = run.status()
-victim = status.pids[status.workers[1]]
-os.kill(victim, signal.SIGSTOP)
-wait_until(lambda: start_ticks(victim) is None, "the end of the stopped worker")
-titles = [Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\\0")[0].decode() for pid in descendants(os.getpid())]
-run.wait()
-print(json.dumps(titles))
-"""
+
+@dataclass(frozen=True)
+class OwnRay:
+    """Findings of `tests.ray.own_ray`, and the processes that are left of it."""
+
+    found: dict[str, Any]
+    left: list[str]
+
+
+@pytest.fixture(scope="module")
+def own_ray(tmp_path_factory: pytest.TempPathFactory) -> OwnRay:
+    """One run on a Ray that it started, from a process whose standard streams are closed."""
+    folder = tmp_path_factory.mktemp("own")
+    with separate() as environment:
+        marker = f"RAYSHARDED_TEST={environment['RAYSHARDED_TEST']}"
+        environment |= {"RAYSHARDED_CHECKPOINT_KEY": SECRET, "OTHER_CANARY": "here", "PYTHONPATH": str(ROOT)}
+        program = [sys.executable, "-m", "tests.ray.own_ray", str(folder)]
+        command = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *program]
+        status = subprocess.run(
+            command, env=environment, cwd=ROOT, timeout=WITHIN_S, check=False, start_new_session=True
+        ).returncode
+        failed = folder / "failed"
+        assert status == 0, failed.read_text() if failed.exists() else status
+        assert not failed.exists(), failed.read_text()
+        with contextlib.suppress(AssertionError):  # a test reports the processes that are left
+            wait_until(lambda: not processes_marked(marker), "all processes gone", 60)
+        return OwnRay(json.loads((folder / "found").read_text()), processes_marked(marker))
 
 
 @pytest.mark.clusters
-def test_a_stopped_worker_of_a_ray_that_we_start_is_ended_without_an_agent(
-    tmp_path: Path, own_cluster: dict[str, str]
-) -> None:
-    titles = run_script(STOPPED, str(tmp_path), environment=own_cluster)
+def test_a_stopped_worker_of_a_ray_that_we_start_is_ended_without_an_agent(own_ray: OwnRay) -> None:
+    titles = own_ray.found["titles"]
     assert any(title.startswith("ray::Tenant") for title in titles)
     assert not [title for title in titles if title.startswith("ray::Agent")]
 
 
-PORTS = """
-import json, os, subprocess
-import ray
-from raysharded.ray_backend.cluster import start_local
-from tests.actors.comm.strangers import children
-
-start_local(1)
-ray.get(ray.remote(lambda: os.getpid()).remote())  # a worker is there
-ours = {f"pid={pid}," for pid in children([os.getpid()])}
-lines = subprocess.run(["ss", "-ltnpH"], capture_output=True, text=True, check=True).stdout.splitlines()
-addresses = [line.split()[3] for line in lines if any(pid in line for pid in ours)]
-print(json.dumps({"addresses": addresses, "told": "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" in os.environ}))
-"""
+@pytest.mark.clusters
+def test_all_ports_of_a_ray_that_we_start_are_on_the_loopback_interface(own_ray: OwnRay) -> None:
+    addresses = own_ray.found["addresses"]
+    assert len(addresses) > 4
+    assert [one for one in addresses if "127.0.0.1" not in one] == []
+    left_set = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER" in own_ray.found["mine"]
+    assert not left_set, "nor is Ray's word for it left to processes that have nothing to do with this Ray"
 
 
 @pytest.mark.clusters
-def test_all_ports_of_a_ray_that_we_start_are_on_the_loopback_interface(own_cluster: dict[str, str]) -> None:
-    found = run_script(PORTS, environment=own_cluster)
-    assert len(found["addresses"]) > 4
-    assert [one for one in found["addresses"] if "127.0.0.1" not in one] == []
-    assert not found["told"], "nor is Ray's word for it left to processes that have nothing to do with this Ray"
+def test_another_process_of_the_machine_reaches_a_ray_on_the_loopback_interface(own_ray: OwnRay) -> None:
+    assert own_ray.found["gcs"].startswith("127.")
+    assert own_ray.found["other"].split()[-1:] == ["True"], own_ray.found["other"]
 
 
-def test_another_process_of_the_machine_reaches_a_ray_on_the_loopback_interface() -> None:
-    held = "import ray; from raysharded.ray_backend.cluster import start_local; start_local(1); "
-    held += "print(ray.get_runtime_context().gcs_address, flush=True); input()"
-    with subprocess.Popen(
-        [sys.executable, "-c", held], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as own:
-        assert own.stdin is not None
-        assert own.stdout is not None
-        address = own.stdout.readline().split()[-1]
-        assert address.startswith("127.")
-        found = "from raysharded.ray_backend.cluster import find_cluster; print(find_cluster())"
-        environment = {**os.environ, "RAY_ADDRESS": address}
-        other = subprocess.run(
-            [sys.executable, "-c", found], env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
-        assert other.stdout.split()[-1:] == ["True"], other.stderr
-        own.stdin.close()
+@pytest.mark.clusters
+def test_the_processes_of_a_ray_that_a_run_starts_do_not_have_the_key(own_ray: OwnRay) -> None:
+    """The key that signs checkpoints is that of the run's driver alone."""
+    found = own_ray.found
+    assert {"gcs_server", "raylet"} <= set(found["environments"])
+    for name in ("gcs_server", "raylet"):
+        assert "OTHER_CANARY" in found["environments"][name], "environments are inherited"
+    assert found["worker"]["OTHER_CANARY"] == "here"
+    assert "RAYSHARDED_CHECKPOINT_KEY" not in found["worker"]
+    assert [name for name, text in found["environments"].items() if SECRET in text] == []
+    assert found["mine"]["RAYSHARDED_CHECKPOINT_KEY"] == SECRET, "this process signs"
+    assert "does not reach the run's driver" in found["refused"]
+    assert "CheckpointConfig(signing_key_file=...)" in found["refused"]
+    assert not found["started"], "it was refused before a Ray was started"
+
+
+@pytest.mark.clusters
+def test_fit_needs_no_standard_streams_and_a_hangup_of_all_processes_ends_it_after_a_checkpoint(
+    own_ray: OwnRay,
+) -> None:
+    assert "checkpoint" in own_ray.found["kinds"]
+    assert own_ray.found["stopped"].startswith("Stopped. Run 'job' was at step ")
+    assert "the next fit() resumes from its checkpoint of step " in own_ray.found["stopped"]
+
+
+@pytest.mark.clusters
+def test_nothing_is_left_of_a_run_that_a_hangup_ended(own_ray: OwnRay) -> None:
+    assert own_ray.left == []

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.cases import tried_each_time
 from tests.paths import ROOT
 
 USER = 1000770000
@@ -109,15 +108,16 @@ SESSIONS = (
     {"HOME": "/srv", "TMPDIR": "/srv", "RAY_TMPDIR": "/tmp"},
     "Ray keeps its sessions in /tmp/ray, which cannot be written by user 1000770000",
 )
-HOMES = [  # without a pod, test_surroundings.py has one
+HOMES = [
     ({"HOME": "/", "TMPDIR": "/srv", "RAY_TMPDIR": "/srv"}, "HOME=/ cannot be written by user 1000770000"),
     ({"TMPDIR": "/srv", "RAY_TMPDIR": "/srv"}, "user 1000770000 has no home: HOME is not set"),
 ]
 
 
+@pytest.mark.long  # test_surroundings.py has the same sentences without a pod
 @pytest.mark.ray
 @pytest.mark.clusters
-@pytest.mark.parametrize(("variables", "told"), tried_each_time([SESSIONS], of=[SESSIONS, *HOMES]))
+@pytest.mark.parametrize(("variables", "told"), [SESSIONS, *HOMES])
 def test_what_a_pod_lacks_is_one_sentence_and_doctor_has_it(pod: Pod, variables: dict[str, str], told: str) -> None:
     done = pod.run(sys.executable, "-c", FIT, **variables)
     assert done.returncode == 1

@@ -51,6 +51,7 @@ def run(folder: Path, what: str, shell: str = "", /, **variables: str | None) ->
     return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.long  # test_local_ray.py has another
 @pytest.mark.ray
 @pytest.mark.clusters
 def test_fit_needs_no_standard_streams(tmp_path: Path) -> None:

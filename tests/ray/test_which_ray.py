@@ -21,7 +21,7 @@ from raysharded.errors import ClusterError
 from raysharded.ray_backend import cluster
 from raysharded.ray_backend.which_ray import choose
 from tests.paths import ROOT
-from tests.ray.clusters import run_script
+from tests.ray.clusters import refused, run_script, with_token
 from tests.ray.leftovers import processes_marked
 from tests.ray.test_whose_ray import listener, note
 
@@ -148,7 +148,7 @@ def test_a_cluster_with_a_folder_of_its_own_is_used_and_no_second_ray_is_started
     how: str, tmp_path: Path, own_cluster: dict[str, str]
 ) -> None:
     place = Path(own_cluster["RAY_TMPDIR"]) / "ray"
-    environment = dict(own_cluster)
+    environment = with_token(own_cluster, tmp_path)
     marker = f"RAYSHARDED_TEST={environment['RAYSHARDED_TEST']}"
     if how == "--temp-dir":
         del environment["RAY_TMPDIR"]
@@ -159,6 +159,8 @@ def test_a_cluster_with_a_folder_of_its_own_is_used_and_no_second_ray_is_started
         status = [sys.executable, "-m", "raysharded", "status", "job", "--json"]
         asked = subprocess.run(status, env=environment, capture_output=True, text=True, check=False, cwd=tmp_path)
         raylets = [line for line in processes_marked(marker) if "/raylet" in line.split()[0]]
+        (tmp_path / "other").mkdir()
+        without_token = refused(address, tmp_path / "other")
     assert found["address"] == address
     told = f"on the Ray at {address}, which runs on this machine ({place})"
     others = r"(, the newest of \d+ that do: RAY_ADDRESS=HOST:PORT names one)?"  # of other tests
@@ -166,6 +168,8 @@ def test_a_cluster_with_a_folder_of_its_own_is_used_and_no_second_ray_is_started
     assert asked.returncode == 0, asked.stderr
     assert json.loads(asked.stdout)["name"] == "job"
     assert len(raylets) == 1, "no second Ray is beside it"
+    assert not [line for line in found["said"] if "Token" in line]
+    assert "set RAY_AUTH_MODE=token here, and have the token of ~/.ray/auth_token" in without_token
 
 
 @pytest.mark.ray
