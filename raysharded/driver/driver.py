@@ -6,7 +6,6 @@ import contextlib
 import logging
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from operator import index
 from queue import Empty, SimpleQueue
@@ -28,6 +27,7 @@ from raysharded.driver.shortages import Shortages
 from raysharded.driver.startup import other_versions
 from raysharded.driver.startup.run_startup import RunStartup
 from raysharded.driver.state.arithmetic import build_seed_of
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import (
     Answer,
     CollectSave,

@@ -8,8 +8,6 @@ nothing.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raysharded.driver.checkpoints import save_timer, saves
 from raysharded.driver.generation import lifecycle, link_tests, step_reports
 from raysharded.driver.handlers import (
@@ -25,6 +23,7 @@ from raysharded.driver.membership import reachable
 from raysharded.driver.rollback import non_finite, pending_overrides
 from raysharded.driver.startup import adopted_workers
 from raysharded.driver.state import recovery_timeline
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, End, Outcome, Poll, Record, finish, prepend
 from raysharded.driver.state.events import (
     Annotation,

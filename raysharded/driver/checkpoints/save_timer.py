@@ -7,8 +7,7 @@ request that is lost with its generation is repeated in the next one.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Outcome, RequestSave
 from raysharded.driver.state.state import GivenUpSave, Phase, Saving, State
 from raysharded.ids import GenerationId

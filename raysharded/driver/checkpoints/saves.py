@@ -6,10 +6,9 @@ retried; if it fails, the run fails.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raysharded.display.quantities import count
 from raysharded.driver.checkpoints import protected, save_timer
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import (
     Answer,
     AskFingerprint,

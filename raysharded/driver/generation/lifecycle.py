@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from raysharded.driver.checkpoints import save_timer, saves
 from raysharded.driver.generation import link_tests, paused_run, planned_change, step_reports
@@ -21,6 +20,7 @@ from raysharded.driver.membership.state_source import (
 )
 from raysharded.driver.rollback import corruption_rollback, non_finite, pending_overrides
 from raysharded.driver.state import mesh_choice, recovery_timeline
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import (
     AskReport,
     Command,

@@ -8,11 +8,11 @@ before it forms the next generation.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from typing import Any
 
 from raysharded.driver.state import broken_links
 from raysharded.driver.state.broken_links import BrokenLink, Pair
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import CheckLinks, Outcome
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import GenerationId

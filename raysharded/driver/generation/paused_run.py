@@ -6,12 +6,11 @@ and a leaving worker has handed over what it held.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.membership import candidates
 from raysharded.driver.membership.state_source import newest_source
 from raysharded.driver.state import step_watch
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Answer, Command, Outcome, Record, finish, prepend
 from raysharded.driver.state.events import LEAVERS, NOBODY
 from raysharded.driver.state.state import Phase, State

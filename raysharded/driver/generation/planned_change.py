@@ -7,10 +7,9 @@ preparation saves time; nothing depends on it. Handlers of the machine.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raysharded.driver.membership import reachable
 from raysharded.driver.membership.generation_plan import plan_generation
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, Outcome, Prepare, Record, RequestBoundary
 from raysharded.driver.state.state import Preparation, State
 from raysharded.ids import GenerationId, WorkerId

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.rollback import corruption_rollback, non_finite
 from raysharded.driver.state import recovery_timeline, step_watch
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, Outcome, Record
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import failure_budget, proof_failures

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import replace
 
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.generation import lifecycle, link_tests
@@ -11,6 +10,7 @@ from raysharded.driver.handlers import leave_notice, worker_loss
 from raysharded.driver.membership.state_source import needs, sources_of
 from raysharded.driver.rollback import corruption_rollback, non_finite
 from raysharded.driver.state import recovery_timeline, step_watch, stragglers
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Probe, Record, prepend
 from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import Phase, State

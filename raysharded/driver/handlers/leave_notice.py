@@ -10,14 +10,13 @@ refused only after its second failure (`driver/workers/admission.py`).
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.generation import lifecycle
 from raysharded.driver.handlers import worker_loss
 from raysharded.driver.membership import candidates
 from raysharded.driver.membership.state_source import failed_devices, is_redundant, sources_of
 from raysharded.driver.state import recovery_timeline
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, prepend
 from raysharded.driver.state.events import LEAVERS
 from raysharded.driver.state.persistent_map import without

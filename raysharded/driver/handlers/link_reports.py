@@ -6,10 +6,9 @@ that do not reach each other is stopped at once.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raysharded.driver.generation import lifecycle, link_tests
 from raysharded.driver.state import broken_links, recovery_timeline
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, Outcome, Record, prepend
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import WorkerId

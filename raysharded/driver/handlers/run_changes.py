@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from raysharded.driver.checkpoints import protected
 from raysharded.driver.generation import lifecycle
 from raysharded.driver.rollback import pending_overrides, rewind
 from raysharded.driver.startup import persisted_requests
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, DeleteCheckpoints, Outcome, Record, prepend
 from raysharded.driver.state.events import (
     Deleted,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from raysharded.display.quantities import listing
 from raysharded.driver.generation import lifecycle, paused_run, planned_change
@@ -15,6 +14,7 @@ from raysharded.driver.handlers import leave_notice, worker_loss
 from raysharded.driver.membership import candidates
 from raysharded.driver.membership.state_source import newest_source
 from raysharded.driver.state import mesh_choice, node_health, recovery_timeline
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, RequestBoundary, finish, prepend
 from raysharded.driver.state.events import NOBODY, DrainRequested, ResizeRequested
 from raysharded.driver.state.state import Departure, Pause, Phase, State

@@ -7,10 +7,10 @@ from outside never count: kills and preemptions are what the run is made for.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from raysharded.display.quantities import listing
 from raysharded.driver.checkpoints import saves
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, Outcome, Record, prepend
 from raysharded.driver.state.state import OwnDeath, State
 from raysharded.driver.workers import device_failures

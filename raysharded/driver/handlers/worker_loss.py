@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from raysharded.driver.generation import lifecycle
 from raysharded.driver.membership.state_source import newest_source, sources_of
 from raysharded.driver.state import recovery_timeline
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, prepend
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import admission, departures, failure_budget

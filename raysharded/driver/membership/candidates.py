@@ -14,11 +14,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
 
 from raysharded.display.quantities import count
 from raysharded.driver.membership.state_source import failed_devices, held_by, newest_source
 from raysharded.driver.state import step_watch
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh, spared_first

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from raysharded.driver.membership import candidates
 from raysharded.driver.membership.member_order import (
@@ -15,6 +15,7 @@ from raysharded.driver.membership.member_order import (
 )
 from raysharded.driver.membership.state_source import choose_source, failed_devices, holders_of, newest_source
 from raysharded.driver.state import mesh_choice
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.mesh_choice import Choice
 from raysharded.driver.state.state import Preparation, State
 from raysharded.ids import WorkerId

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from itertools import groupby
 
 from raysharded.driver.membership.state_source import holders_of
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.ids import WorkerId
 from raysharded.layout import Mesh, Parity, StateSpec, keep_together, order_workers, spread_out

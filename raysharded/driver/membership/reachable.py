@@ -12,7 +12,7 @@ checkpoint of it: the run may have to wait long for the network.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 from raysharded.driver.membership import candidates
@@ -20,6 +20,7 @@ from raysharded.driver.membership.generation_plan import plan_generation
 from raysharded.driver.membership.state_source import failed_devices, held_by, newest_source
 from raysharded.driver.state import mesh_choice
 from raysharded.driver.state.broken_links import Pair, pair_of
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.state import State
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import FromMemory, Source

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import replace
 
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.driver_config import DriverConfig
 from raysharded.driver.state.state import Checkpointed, Departure, Phase, State
 from raysharded.ids import WorkerId

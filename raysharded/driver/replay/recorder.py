@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, Protocol
 
 from raysharded.driver import machine
 from raysharded.driver.generation import step_reports
 from raysharded.driver.replay.names import FORMAT
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Outcome
 from raysharded.driver.state.events import Event, WorkerReply
 from raysharded.driver.state.state import State

@@ -8,10 +8,9 @@ to a step: if it fails again before the next due checkpoint, the data is not the
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raysharded.driver.checkpoints import protected
 from raysharded.driver.state import recovery_timeline
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, DeleteCheckpoints, Outcome, Record, finish, prepend
 from raysharded.driver.state.state import State
 from raysharded.errors import NonFiniteLoss

@@ -7,10 +7,9 @@ was ever computed with it, and a decision that is lost with its driver was never
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raysharded.driver.checkpoints import protected
 from raysharded.driver.rollback import rewind
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, Outcome, Record
 from raysharded.driver.state.state import PendingOverrides, State, WantedRate, WantedWeights
 from raysharded.overrides import changed, reweighted, skipped_before

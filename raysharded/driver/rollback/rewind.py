@@ -6,11 +6,11 @@ not used. Until then nothing changes: if the checkpoint cannot be read, the run 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from raysharded.driver.checkpoints.protected import known, unconfirmed_after
 from raysharded.driver.membership.state_source import clamp_leave_steps, trusted
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.events import ASKED
 from raysharded.driver.state.state import PendingOverrides, Rewinding, State
 from raysharded.ids import GenerationId

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from raysharded import numerics
@@ -12,6 +11,7 @@ from raysharded.driver.generation import lifecycle
 from raysharded.driver.membership.state_source import choose_source, newest_source
 from raysharded.driver.startup import persisted_requests
 from raysharded.driver.state import arithmetic, node_health
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record
 from raysharded.driver.state.state import Departure, Pause, State
 from raysharded.ids import GenerationId, WorkerId

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from raysharded import numerics
@@ -13,6 +13,7 @@ from raysharded.checkpoint.format.signing import Unsigned
 from raysharded.checkpoint.retention.catalog import CheckpointRef, Newest, list_checkpoints, newest_complete, open_ref
 from raysharded.driver.checkpoints.committer import RunFiles
 from raysharded.driver.state.arithmetic import accepted, blocks_of, build_seed_of, contents_of, rules_on_record
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.events import ASKED
 from raysharded.driver.state.state import Checkpointed, State
 from raysharded.errors import CheckpointError, CorruptCheckpoint, RefusedCheckpoint

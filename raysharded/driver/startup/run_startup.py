@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from raysharded import numerics
@@ -26,6 +25,7 @@ from raysharded.driver.startup.adopted_workers import (
 from raysharded.driver.startup.resume_point import ResumePoint, find, keyless, resumed, rollbacks, undone, with_missing
 from raysharded.driver.startup.unsigned_journal import require_confirmed
 from raysharded.driver.state import arithmetic
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, Record
 from raysharded.driver.state.state import State
 from raysharded.errors import RefusedCheckpoint

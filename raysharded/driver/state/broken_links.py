@@ -7,10 +7,11 @@ and waits for its answer. A pair of which either one fails is broken. Broken pai
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import combinations
 from typing import TypeAlias
 
+from raysharded.driver.state.changed import replace
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.link_messages import LinkReport
 

@@ -6,9 +6,10 @@ An outcome is the next state with the commands that lead there.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.state import Phase, State
 from raysharded.ids import GenerationId, WorkerId
 from raysharded.protocol.link_messages import LinkCheck

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set as AbstractSet
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeAlias
+
+from raysharded.driver.state.changed import replace
 
 _REASONS_KEPT = 3
 INCIDENT_S = 30.0

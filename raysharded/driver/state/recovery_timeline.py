@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Record
 from raysharded.driver.state.state import Incident, State
 from raysharded.ids import WorkerId

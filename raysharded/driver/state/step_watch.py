@@ -12,9 +12,10 @@ slow, not stuck.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median_low
 
+from raysharded.driver.state.changed import replace
 from raysharded.ids import WorkerId
 from raysharded.protocol.messages import ProbeReply
 

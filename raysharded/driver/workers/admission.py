@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 from raysharded import numerics
 from raysharded.display.quantities import count
 from raysharded.driver.state import arithmetic, broken_links, node_health
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, StartWorker, finish, prepend
 from raysharded.driver.state.events import Ready
 from raysharded.driver.state.persistent_map import with_entry, without

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raysharded.driver.checkpoints import saves
 from raysharded.driver.membership.candidates import LAST_MOMENT_S, source_among, without_failed_devices
 from raysharded.driver.membership.reachable import can_form, choose
 from raysharded.driver.membership.state_source import failed_devices, newest_source
 from raysharded.driver.state import broken_links
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers.device_failures import are_all_kept

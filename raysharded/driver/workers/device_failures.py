@@ -8,9 +8,9 @@ on a GPU after it has failed on another, in an earlier generation.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 
 from raysharded.display.quantities import listing
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.persistent_map import with_entry
 from raysharded.driver.state.state import State
 from raysharded.errors import DeviceFailed, TaskError, text_of

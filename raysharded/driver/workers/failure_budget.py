@@ -5,9 +5,8 @@ The final error names the first cause: later ones are often its consequence.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raysharded.driver.checkpoints import saves
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, Outcome, Record, prepend
 from raysharded.driver.state.state import State
 from raysharded.driver.workers import departures, node_verdicts

@@ -7,10 +7,9 @@ The node of a single failed start is avoided for some seconds, without a verdict
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from raysharded.display.quantities import count, listing
 from raysharded.driver.state import node_health
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, Outcome, Record, StartWorker
 from raysharded.driver.state.node_health import NodeRecord
 from raysharded.driver.state.state import State

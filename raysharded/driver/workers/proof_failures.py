@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from raysharded.driver.state import recovery_timeline
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, KillWorker, Outcome, Record, finish, prepend
 from raysharded.driver.state.state import Phase, State
 from raysharded.driver.workers import failure_budget

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from raysharded.driver.checkpoints import saves
+from raysharded.driver.state.changed import replace
 from raysharded.driver.state.commands import Command, Outcome, Record, prepend
 from raysharded.driver.state.state import State
 from raysharded.driver.workers import device_failures
