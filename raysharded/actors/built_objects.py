@@ -103,7 +103,8 @@ class BuiltObjects:
     def attributes(self) -> tuple[PlainAttributes, PlainAttributes]:
         """The attributes of the task and the model as the first generation with them found them."""
         if self._task_attributes is None:
-            self._task_attributes = PlainAttributes({"self": self._task})
+            assert self._units is not None
+            self._task_attributes = PlainAttributes({"self": self._task}, of_model=[*self._units.model.modules()])
         return self._task_attributes, *self.attributes_of_model()
 
     def attributes_of_model(self) -> tuple[PlainAttributes]:

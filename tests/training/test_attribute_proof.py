@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import logging
+import threading
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,10 +77,60 @@ class FollowsEvaluation(SmallTask):
         return found  # type: ignore[no-any-return]
 
 
+class Annealed(nn.Module):
+    """A loss with a temperature in a buffer."""
+
+    temperature: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("temperature", torch.ones(()))
+
+    def forward(self, found: rs.Loss) -> rs.Loss:
+        return scaled(found, float(self.temperature))
+
+
+class HoldsALoss(SmallTask):
+    """Its criterion, which is no part of the model, has a buffer that follows the step."""
+
+    def __init__(self) -> None:
+        self.criteria = {"main": Annealed()}
+
+    def lr_scale(self, step: int) -> float:
+        self.criteria["main"].temperature.fill_(1.0 / (1 + step))
+        return 1.0
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> Any:
+        return self.criteria["main"](super().loss(model, batch))
+
+
+class WarmUp:
+    """A helper that keeps a step."""
+
+    def __init__(self) -> None:
+        self.step = 0
+
+
+class HoldsAHelper(SmallTask):
+    """An object that it holds keeps the step, and the loss depends on it."""
+
+    def __init__(self) -> None:
+        self.warm_up = WarmUp()
+
+    def lr_scale(self, step: int) -> float:
+        self.warm_up.step = step
+        return 1.0
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
+        return scaled(super().loss(model, batch), 1.0 + self.warm_up.step)
+
+
 REFUSED: list[tuple[type[rs.Task], str]] = [
     (KeepsStep, "self.step"),
     (CountsUpdates, "model.blocks.0.num_updates"),
     (FollowsEvaluation, "self.weights"),
+    (HoldsAHelper, "self.warm_up.step"),
+    (HoldsALoss, r"self.criteria\['main'\].temperature"),
 ]
 
 
@@ -85,7 +138,7 @@ REFUSED: list[tuple[type[rs.Task], str]] = [
 @pytest.mark.parametrize(
     ("task", "name", "workers"),
     tried_each_time(
-        [(*REFUSED[0], 1), (*REFUSED[1], 1), (*REFUSED[2], 2)],
+        [(*REFUSED[0], 1), (*REFUSED[1], 1), (*REFUSED[2], 2), (*REFUSED[4], 1)],
         [(*case, workers) for case in REFUSED for workers in (1, 2)],
     ),
 )
@@ -102,9 +155,10 @@ class Logs(SmallTask):
         self.history: list[float] = []
         self.rates: list[float] | None = None
         self.table: torch.Tensor | None = None
+        self.warm_up = WarmUp()
 
     def lr_scale(self, step: int) -> float:
-        self.step = step
+        self.step = self.warm_up.step = step
         if self.rates is None:
             self.rates = [rs.warmup_cosine(one, warmup_steps=2, total_steps=10) for one in range(11)]
         return self.rates[step]
@@ -223,3 +277,95 @@ def test_modes_and_hooks_of_modules_are_no_attributes_and_a_new_buffer_leaves_th
     assert changed(module) == ["self.count"]
     module.register_buffer("table", torch.zeros(3))
     assert changed(module) == []
+
+
+# -- what objects hold --
+
+
+class Owner:
+    """An object with parts of many kinds."""
+
+    def __init__(self, **parts: Any) -> None:
+        vars(self).update(parts)
+
+
+class Background(threading.Thread):
+    """A thread of the user's, with a number."""
+
+    number = 1
+
+
+def test_objects_of_the_users_classes_are_followed_through_attributes_and_containers() -> None:
+    inner = Held()
+    owner = noted(Owner(first=Owner(parts=[{"inner": inner}]), again=inner))
+    inner.number = 5
+    owner.first.added = 2
+    assert changed(owner) == ["self.first.added", "self.again.number"]
+    with as_built(NOTED[id(owner)].changes()):
+        assert inner.number == 1
+        assert not hasattr(owner.first, "added")
+    assert (inner.number, owner.first.added) == (5, 2)
+
+
+def test_objects_that_hold_each_other_are_followed_once() -> None:
+    owner = noted(Owner(first=Owner()))
+    owner.first.other = Owner(back=owner.first)
+    NOTED[id(owner)] = PlainAttributes({"self": owner})
+    owner.first.other.back.number = 3
+    assert changed(owner) == ["self.first.number"]
+
+
+@pytest.mark.parametrize("how", ["in place", "another one"])
+def test_buffers_of_a_module_beside_the_model_are_followed_and_put_back(how: str) -> None:
+    owner = noted(Owner(norm=nn.Sequential(nn.BatchNorm1d(2))))
+    norm: Any = owner.norm[0]
+    if how == "in place":
+        norm.running_mean.add_(1.0)
+    else:
+        norm.running_mean = torch.ones(2)
+    now = norm.running_mean
+    assert changed(owner) == ["self.norm.0.running_mean"]
+    with as_built(NOTED[id(owner)].changes()):
+        assert norm.running_mean.tolist() == [0.0, 0.0]
+        norm.running_mean.add_(7.0)
+    assert norm.running_mean is now
+    assert now.tolist() == [1.0, 1.0]
+    with as_built(NOTED[id(owner)].changes()):
+        assert norm.running_mean.tolist() == [0.0, 0.0]
+
+
+def test_a_buffer_that_is_gone_is_there_as_built() -> None:
+    owner = noted(Owner(norm=nn.BatchNorm1d(2)))
+    del owner.norm.running_mean
+    with as_built(NOTED[id(owner)].changes()):
+        assert owner.norm.running_mean.tolist() == [0.0, 0.0]
+    assert not hasattr(owner.norm, "running_mean")
+
+
+def test_the_models_modules_are_not_followed_from_a_task_that_holds_them() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(2))
+    owner: Any = Owner(model=model, other=nn.BatchNorm1d(2))
+    attributes = PlainAttributes({"self": owner}, of_model=[*model.modules()])
+    owner.model[0].running_mean.add_(1.0)
+    owner.model[0].count = 3
+    assert attributes.changes() == []
+    owner.other.running_mean.add_(1.0)
+    assert [one.name for one in attributes.changes()] == ["self.other.running_mean"]
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        Background(),
+        Owner(lock=threading.Lock()),
+        Owner(logger=logging.getLogger("raysharded")),
+        Counter("ab"),
+        type("Made", (), {}),
+        PlainAttributes({}),
+    ],
+    ids=["a thread", "with a lock", "with a logger", "of Python", "a class", "of raysharded"],
+)
+def test_objects_of_packages_and_those_that_a_thread_may_use_are_left_as_they_are(part: Any) -> None:
+    owner = noted(Owner(part=part))
+    part.number = 2
+    assert changed(owner) == []

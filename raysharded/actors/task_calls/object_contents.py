@@ -78,6 +78,14 @@ def _is_left_alone(found: object) -> bool:
     return name.startswith(_OF_TORCH_LEFT_ALONE) and not isinstance(found, (torch.Tensor, nn.Module, torch.Generator))
 
 
+def is_in_use_elsewhere(found: object) -> bool:
+    """True for an object that a thread may use: it is one of such a package, inherits from one, or holds one."""
+    held = getattr(found, "__dict__", {}).values()
+    return any(_is_left_alone(one) for one in (found, *held)) or any(
+        (base.__module__ or "").partition(".")[0] in _LEFT_ALONE for base in type(found).__mro__
+    )
+
+
 def _held_by(found: object) -> Iterator[tuple[str, object]]:
     match found:
         case torch.Tensor() | np.ndarray():

@@ -3,11 +3,16 @@
 A worker that joins, or a run that resumes, has them as they were built. Plain are numbers, texts, small tensors and
 arrays, and small containers of these. An object that has got another attribute of another kind is left as it is: one
 may belong to the other, as a table and its length.
+
+So are those of objects that these hold: modules that are no part of the model, such as a loss with a running mean, with
+their buffers, and objects of the user's classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections import deque
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -15,10 +20,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from raysharded.actors.task_calls.object_contents import is_in_use_elsewhere
+from raysharded.actors.task_calls.task_errors import is_installed
+
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _MOST_ELEMENTS = 4096
 _MOST_ITEMS = 256
 _MOST_LEVELS = 4
+_MOST_OBJECTS = 10_000
 
 
 _OF_MODULES = frozenset(vars(nn.Module()))
@@ -62,15 +71,25 @@ class Change(NamedTuple):
 
 
 class PlainAttributes:
-    """The attributes of a task and of modules, as they are at the construction. Training thread only."""
+    """The attributes of a task and of modules, as they are at the construction, and of what they hold.
 
-    def __init__(self, objects: Mapping[str, object]) -> None:
-        """`objects`: name, as written in Python -> object."""
-        self._built = {name: (one, _values_of(one)) for name, one in objects.items()}
+    Training thread only.
+    """
+
+    def __init__(self, objects: Mapping[str, object], *, of_model: Collection[nn.Module] = ()) -> None:
+        """`objects`: name, as written in Python -> object. `of_model`: the model's modules, whose buffers are state."""
+        seen = {id(one) for one in (*of_model, *objects.values())}
+        held = dict(one for name, root in objects.items() for one in _held_by(name, root, seen))
+        self._built = {
+            name: (one, is_held, _values_of(one, is_held))
+            for group, is_held in ((objects, False), (held, True))
+            for name, one in group.items()
+        }
 
     def changes(self) -> list[Change]:
         """The plain attributes that are new, others or gone, except those of objects with other such attributes."""
-        return [change for name, (one, built) in self._built.items() for change in _changes(name, one, built)]
+        found = self._built.items()
+        return [change for name, (one, is_held, built) in found for change in _changes(name, one, is_held, built)]
 
 
 @contextmanager
@@ -92,25 +111,75 @@ def as_built(changes: list[Change]) -> Iterator[None]:
                 one.holder.pop(one.key, None)
 
 
-def _changes(name: str, one: object, built: Mapping[str, _Value]) -> list[Change]:
-    now, found = _values_of(one), []
+def _changes(name: str, one: object, is_held: bool, built: Mapping[str, _Value]) -> list[Change]:
+    now, found = _values_of(one, is_held), []
     for key in sorted(now.keys() | built.keys()):
         before, after = built.get(key), now.get(key)
         if before is not None and after is not None and before.form == after.form:
             continue
         if not all(value is None or value.is_plain for value in (before, after)):
             return []
-        found.append(Change(vars(one), f"{name}.{key}", key, () if before is None else (before,)))
+        holder = one._buffers if isinstance(one, nn.Module) and is_held and key not in vars(one) else vars(one)
+        found.append(Change(holder, f"{name}.{key}", key, () if before is None else (before,)))
     return found
 
 
-def _values_of(one: object) -> dict[str, _Value]:
-    """Values of an object's attributes; a module's buffers and modules are among them, as values that are not plain."""
+def _values_of(one: object, is_held: bool) -> dict[str, _Value]:
+    """Values of an object's attributes.
+
+    A module's buffers are among them. Those of the model's modules are values that are not plain, as modules are: they
+    belong to the state.
+    """
     if not isinstance(one, nn.Module):
         return {name: _value_of(value) for name, value in getattr(one, "__dict__", {}).items()}
     found = {name: _value_of(value) for name, value in vars(one).items() if name not in _OF_MODULES}
-    parts = (*one._buffers.items(), *one._modules.items())
+    parts = (*(() if is_held else one._buffers.items()), *one._modules.items())
+    found |= {name: _value_of(value) for name, value in one._buffers.items() if is_held}
     return found | {f"({name})": _Value(part, _Same(part), False) for name, part in parts}
+
+
+def _held_by(name: str, root: object, seen: set[int]) -> Iterator[tuple[str, object]]:
+    """Modules and objects of the user's classes that an object holds in attributes and containers, each once, by name.
+
+    `seen`: the ids of objects that are not followed; those that are found are added. They stay in memory with the root.
+    """
+    left, most = deque(_parts_of(name, root)), len(seen) + _MOST_OBJECTS
+    while left and len(seen) < most:
+        path, one = left.popleft()
+        if id(one) in seen:
+            continue
+        if isinstance(one, (list, tuple, dict)):
+            seen.add(id(one))
+            left.extend(_parts_of(path, one))
+        elif isinstance(one, nn.Module) or _is_a_users(one):
+            seen.add(id(one))
+            yield path, one
+            left.extend(_parts_of(path, one))
+
+
+def _parts_of(name: str, one: object) -> Iterator[tuple[str, object]]:
+    match one:
+        case list() | tuple() if len(one) <= _MOST_ITEMS:
+            yield from ((f"{name}[{place}]", part) for place, part in enumerate(one))
+        case dict() if len(one) <= _MOST_ITEMS:
+            yield from ((f"{name}[{key!r}]", part) for key, part in one.items() if type(key) in _SCALARS)
+        case nn.Module():
+            yield from ((f"{name}.{key}", part) for key, part in one._modules.items())
+            yield from ((f"{name}.{key}", part) for key, part in vars(one).items() if key not in _OF_MODULES)
+        case list() | tuple() | dict():
+            return
+        case _:
+            yield from ((f"{name}.{key}", part) for key, part in getattr(one, "__dict__", {}).items())
+
+
+def _is_a_users(one: object) -> bool:
+    """True for an object with attributes, of a class that no installed package has, that no thread may use."""
+    if isinstance(one, (type, torch.Tensor, np.ndarray)) or type(getattr(one, "__dict__", None)) is not dict:
+        return False
+    name = type(one).__module__
+    file = getattr(sys.modules.get(name), "__file__", None)
+    is_own = name == "__main__" or (file is not None and not is_installed(file))
+    return is_own and name.partition(".")[0] != "raysharded" and not is_in_use_elsewhere(one)
 
 
 def _value_of(value: object) -> _Value:
