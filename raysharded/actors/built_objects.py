@@ -104,7 +104,8 @@ class BuiltObjects:
         """The attributes of the task and the model as the first generation with them found them."""
         if self._task_attributes is None:
             assert self._units is not None
-            self._task_attributes = PlainAttributes({"self": self._task}, of_model=[*self._units.model.modules()])
+            modules = [*self._units.model.modules()]
+            self._task_attributes = PlainAttributes({"self": self._task}, of_model=modules, code=[self._task, *modules])
         return self._task_attributes, *self.attributes_of_model()
 
     def attributes_of_model(self) -> tuple[PlainAttributes]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,7 @@ from torch import nn
 
 import raysharded as rs
 from raysharded.actors.task_calls.plain_attributes import PlainAttributes, as_built
+from raysharded.actors.task_calls.used_variables import variables_of
 from raysharded.errors import InexactError
 from tests.cases import tried_each_time
 from tests.training.harness import Outcome, SmallTask, train
@@ -125,12 +128,49 @@ class HoldsAHelper(SmallTask):
         return scaled(super().loss(model, batch), 1.0 + self.warm_up.step)
 
 
-REFUSED: list[tuple[type[rs.Task], str]] = [
+GLOBAL_STEP = 0
+
+
+class KeepsAGlobalStep(SmallTask):
+    """Its loss warms up by a variable of this module, as scripts have one."""
+
+    def lr_scale(self, step: int) -> float:
+        global GLOBAL_STEP
+        GLOBAL_STEP = step
+        return 1.0
+
+    def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
+        return warmed_up(super().loss(model, batch))
+
+
+def warmed_up(found: Any) -> rs.Loss:
+    return scaled(found, 1.0 + GLOBAL_STEP)
+
+
+def of_a_closure() -> rs.Task:
+    kept = {"step": 0}
+
+    class KeepsInAClosure(SmallTask):
+        """Its methods share a dict of the function that made it."""
+
+        def lr_scale(self, step: int) -> float:
+            kept["step"] = step
+            return 1.0
+
+        def loss(self, model: nn.Module, batch: torch.Tensor) -> rs.Loss:
+            return scaled(super().loss(model, batch), 1.0 + kept["step"])
+
+    return KeepsInAClosure()
+
+
+REFUSED: list[tuple[Callable[[], rs.Task], str]] = [
     (KeepsStep, "self.step"),
     (CountsUpdates, "model.blocks.0.num_updates"),
     (FollowsEvaluation, "self.weights"),
     (HoldsAHelper, "self.warm_up.step"),
     (HoldsALoss, r"self.criteria\['main'\].temperature"),
+    (KeepsAGlobalStep, "tests.training.test_attribute_proof.GLOBAL_STEP"),
+    (of_a_closure, r"of_a_closure.<locals>.KeepsInAClosure: kept"),
 ]
 
 
@@ -138,11 +178,13 @@ REFUSED: list[tuple[type[rs.Task], str]] = [
 @pytest.mark.parametrize(
     ("task", "name", "workers"),
     tried_each_time(
-        [(*REFUSED[0], 1), (*REFUSED[1], 1), (*REFUSED[2], 2), (*REFUSED[4], 1)],
+        [(*REFUSED[0], 1), (*REFUSED[1], 1), (*REFUSED[2], 2), (*REFUSED[4], 1), (*REFUSED[5], 1)],
         [(*case, workers) for case in REFUSED for workers in (1, 2)],
     ),
 )
-def test_an_attribute_that_the_loss_depends_on_is_refused_by_name(task: type[rs.Task], name: str, workers: int) -> None:
+def test_an_attribute_that_the_loss_depends_on_is_refused_by_name(
+    task: Callable[[], rs.Task], name: str, workers: int
+) -> None:
     with pytest.raises(InexactError, match=rf"step 2: the loss, or its gradient, depends on .*: {name}\."):
         train(workers, task=task(), evaluation=EVALUATION, **SETTINGS)
 
@@ -369,3 +411,70 @@ def test_objects_of_packages_and_those_that_a_thread_may_use_are_left_as_they_ar
     owner = noted(Owner(part=part))
     part.number = 2
     assert changed(owner) == []
+
+
+# -- variables --
+
+COUNT, LOG, TABLE = 0, [1], torch.zeros(5000)
+HELPER = Held()
+
+
+def deeper() -> int:
+    return COUNT + len(LOG)
+
+
+class Uses:
+    """Code that uses variables of this module through a function, a property, and a comprehension."""
+
+    @property
+    def total(self) -> int:
+        return deeper()
+
+    @staticmethod
+    def table() -> Any:
+        return [TABLE[place] for place in range(2)], HELPER.number
+
+
+def test_variables_that_code_uses_are_found_through_functions_properties_and_comprehensions() -> None:
+    names = {one.name.rpartition(".")[2] for one in variables_of([Uses()])}
+    assert {"COUNT", "LOG", "TABLE", "HELPER"} <= names
+    assert not names & {"deeper", "Uses", "GLOBAL_STEP", "NOTED"}
+
+
+def test_a_changed_variable_is_as_built_inside_alone_and_each_counts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    attributes = PlainAttributes({}, code=[Uses()])
+    monkeypatch.setattr(sys.modules[__name__], "COUNT", 4)
+    monkeypatch.setattr(sys.modules[__name__], "TABLE", torch.ones(6000))
+    monkeypatch.setattr(HELPER, "number", 7)
+    LOG.append(2)
+    try:
+        found = attributes.changes()
+        assert sorted(one.name.removeprefix(f"{__name__}.") for one in found) == ["COUNT", "HELPER.number", "LOG"]
+        with as_built(found):
+            assert (COUNT, LOG, HELPER.number) == (0, [1], 1)
+            assert deeper() == 1
+        assert (COUNT, LOG, HELPER.number) == (4, [1, 2], 7)
+    finally:
+        LOG.pop()
+
+
+def test_a_closures_variable_may_have_no_value() -> None:
+    def counting() -> Callable[[], int]:
+        def count() -> int:
+            return number
+
+        attributes.append(PlainAttributes({}, code=[count]))
+        number = 3
+        return count
+
+    attributes: list[PlainAttributes] = []
+    count = counting()
+    (change,) = attributes[0].changes()
+    assert change.name.endswith("counting.<locals>: number")
+    with as_built([change]), pytest.raises(NameError):
+        count()
+    assert count() == 3
+
+
+def test_code_of_packages_and_of_raysharded_is_not_followed() -> None:
+    assert variables_of([nn.Linear(1, 1), rs.Task(), np.mean, PlainAttributes({})]) == []

@@ -5,14 +5,14 @@ arrays, and small containers of these. An object that has got another attribute 
 may belong to the other, as a table and its length.
 
 So are those of objects that these hold: modules that are no part of the model, such as a loss with a running mean, with
-their buffers, and objects of the user's classes.
+their buffers, and objects of the user's classes. Variables of modules and closures that the task's code uses are such
+values, too, each by itself.
 """
 
 from __future__ import annotations
 
-import sys
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from raysharded.actors.task_calls.object_contents import is_in_use_elsewhere
-from raysharded.actors.task_calls.task_errors import is_installed
+from raysharded.actors.task_calls.used_variables import Variable, is_a_users, variables_of
 
 _SCALARS = (bool, int, float, complex, str, bytes, type(None))
 _MOST_ELEMENTS = 4096
@@ -59,37 +59,46 @@ class _Value(NamedTuple):
 
 
 class Change(NamedTuple):
-    """An attribute that has changed since the object was built."""
+    """An attribute, or a variable, that has changed since the object was built."""
 
-    holder: dict[str, Any]
-    """The object's attributes."""
+    holder: MutableMapping[str, Any]
+    """The object's attributes; a module's, or a closure's, variables."""
     name: str
-    """`self.weight` of the task, `model.blocks.0.count` of a module."""
+    """`self.weight` of the task, `model.blocks.0.count` of a module, `train.STEP` of a file."""
     key: str
     built: tuple[_Value, ...]
     """Empty: there was none."""
 
 
 class PlainAttributes:
-    """The attributes of a task and of modules, as they are at the construction, and of what they hold.
+    """The attributes of a task and of modules, as they are at the construction, of what they hold, and variables.
 
     Training thread only.
     """
 
-    def __init__(self, objects: Mapping[str, object], *, of_model: Collection[nn.Module] = ()) -> None:
-        """`objects`: name, as written in Python -> object. `of_model`: the model's modules, whose buffers are state."""
-        seen = {id(one) for one in (*of_model, *objects.values())}
-        held = dict(one for name, root in objects.items() for one in _held_by(name, root, seen))
+    def __init__(
+        self, objects: Mapping[str, object], *, of_model: Collection[nn.Module] = (), code: Iterable[object] = ()
+    ) -> None:
+        """`objects`: name, as written in Python -> object. `of_model`: the model's modules, whose buffers are state.
+
+        `code`: objects whose methods' variables are compared.
+        """
+        variables = variables_of(code)
+        starts = [part for name, one in objects.items() for part in _parts_of(name, one)]
+        starts += [(one.name, one.holder.get(one.key)) for one in variables]
+        held = _held_by(starts, {id(one) for one in (*of_model, *objects.values())})
         self._built = {
             name: (one, is_held, _values_of(one, is_held))
             for group, is_held in ((objects, False), (held, True))
             for name, one in group.items()
         }
+        self._variables = [(one, _variable_values(one)) for one in variables]
 
     def changes(self) -> list[Change]:
-        """The plain attributes that are new, others or gone, except those of objects with other such attributes."""
+        """The plain values that are new, others or gone, except those of objects with other such attributes."""
         found = self._built.items()
-        return [change for name, (one, is_held, built) in found for change in _changes(name, one, is_held, built)]
+        attributes = [one for name, (one, is_held, built) in found for one in _changes(name, one, is_held, built)]
+        return attributes + [change for one, built in self._variables for change in _variable_changes(one, built)]
 
 
 @contextmanager
@@ -138,23 +147,34 @@ def _values_of(one: object, is_held: bool) -> dict[str, _Value]:
     return found | {f"({name})": _Value(part, _Same(part), False) for name, part in parts}
 
 
-def _held_by(name: str, root: object, seen: set[int]) -> Iterator[tuple[str, object]]:
-    """Modules and objects of the user's classes that an object holds in attributes and containers, each once, by name.
+def _variable_values(one: Variable) -> tuple[_Value, ...]:
+    return (_value_of(one.holder[one.key]),) if one.key in one.holder else ()
 
-    `seen`: the ids of objects that are not followed; those that are found are added. They stay in memory with the root.
+
+def _variable_changes(one: Variable, built: tuple[_Value, ...]) -> Iterator[Change]:
+    now = _variable_values(one)
+    if [value.form for value in now] != [value.form for value in built] and all(one.is_plain for one in (*now, *built)):
+        yield Change(one.holder, one.name, one.key, built)
+
+
+def _held_by(starts: Iterable[tuple[str, object]], without: Collection[int]) -> dict[str, object]:
+    """Modules and objects of the user's classes that can be reached through attributes and containers, each once.
+
+    `starts`: (name, object). `without`: ids of objects that are not followed.
     """
-    left, most = deque(_parts_of(name, root)), len(seen) + _MOST_OBJECTS
-    while left and len(seen) < most:
+    left, seen = deque(starts), dict[int, object]()
+    found: dict[str, object] = {}
+    while left and len(seen) < _MOST_OBJECTS:
         path, one = left.popleft()
-        if id(one) in seen:
+        if id(one) in seen or id(one) in without:
             continue
         if isinstance(one, (list, tuple, dict)):
-            seen.add(id(one))
+            seen[id(one)] = one
             left.extend(_parts_of(path, one))
-        elif isinstance(one, nn.Module) or _is_a_users(one):
-            seen.add(id(one))
-            yield path, one
+        elif isinstance(one, nn.Module) or _has_own_attributes(one):
+            seen[id(one)] = found[path] = one
             left.extend(_parts_of(path, one))
+    return found
 
 
 def _parts_of(name: str, one: object) -> Iterator[tuple[str, object]]:
@@ -172,14 +192,11 @@ def _parts_of(name: str, one: object) -> Iterator[tuple[str, object]]:
             yield from ((f"{name}.{key}", part) for key, part in getattr(one, "__dict__", {}).items())
 
 
-def _is_a_users(one: object) -> bool:
-    """True for an object with attributes, of a class that no installed package has, that no thread may use."""
+def _has_own_attributes(one: object) -> bool:
+    """True for an object with attributes, of a user's class, that no thread may use."""
     if isinstance(one, (type, torch.Tensor, np.ndarray)) or type(getattr(one, "__dict__", None)) is not dict:
         return False
-    name = type(one).__module__
-    file = getattr(sys.modules.get(name), "__file__", None)
-    is_own = name == "__main__" or (file is not None and not is_installed(file))
-    return is_own and name.partition(".")[0] != "raysharded" and not is_in_use_elsewhere(one)
+    return is_a_users(type(one).__module__) and not is_in_use_elsewhere(one)
 
 
 def _value_of(value: object) -> _Value:

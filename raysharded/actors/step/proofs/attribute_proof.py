@@ -1,5 +1,7 @@
 """The proof that gradients do not depend on what a task, or its model, has kept in attributes since it was built.
 
+Variables of modules and closures that the task's code uses count as such attributes.
+
 A step's number that `lr_scale` keeps, a count of a step hook, or a weight that `evaluate` sets is in no state. A run
 that resumes and a worker that joins have such an attribute as it was built: other weights, and no error. In the steps
 2, 4, 8, ... each worker therefore computes its first microbatch again with the attributes as they were built, if any
@@ -112,7 +114,7 @@ def _is_float(change: Change) -> bool:
 
 
 def _listed(changes: list[Change]) -> str:
-    names = [change.name for change in changes]
+    names = [*dict.fromkeys(change.name for change in changes)]  # closures may be copied cell by cell
     return ", ".join(names[:_MOST_NAMES]) + (f" and {len(names) - _MOST_NAMES} more" if names[_MOST_NAMES:] else "")
 
 
@@ -126,7 +128,9 @@ _REMARK = (
 def _depends(step: int, changes: list[Change]) -> InexactError:
     listed = _listed(changes)
     which = (
-        f"attributes that have changed since they were built: {listed}" if listed else "attributes on another worker"
+        f"attributes, or variables, that have changed since they were built: {listed}"
+        if listed
+        else "attributes, or variables, on another worker"
     )
     return InexactError(
         f"step {step}: the loss, or its gradient, depends on {which}. A run that resumes and a worker that joins have "

@@ -1,0 +1,125 @@
+"""Variables of modules and closures that a task's code uses: its methods, those of its model, and what they call.
+
+Code of installed packages is not followed, nor is what a name reaches only at run time.
+"""
+
+from __future__ import annotations
+
+import sys
+import types
+from collections import deque
+from collections.abc import Iterable, Iterator, MutableMapping
+from typing import Any, NamedTuple
+
+from raysharded.actors.task_calls.task_errors import is_installed
+
+_MOST_FUNCTIONS = 5_000
+
+
+class Variable(NamedTuple):
+    """A place of a variable."""
+
+    name: str
+    """`train.STEP` of a module; `make.<locals>.Task: count` of the closures of a class."""
+    holder: MutableMapping[str, Any]
+    key: str
+
+
+class Cell(MutableMapping[str, Any]):
+    """A closure's variable as a mapping with one key, or with none while it has no value."""
+
+    KEY = "cell_contents"
+
+    def __init__(self, cell: types.CellType) -> None:
+        self._cell = cell
+
+    def __getitem__(self, key: str) -> Any:
+        try:
+            return self._cell.cell_contents
+        except ValueError:
+            raise KeyError(key) from None
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._cell.cell_contents = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._cell.cell_contents
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([self.KEY] if len(self) else [])
+
+    def __len__(self) -> int:
+        try:
+            _ = self._cell.cell_contents
+        except ValueError:
+            return 0
+        return 1
+
+
+def is_a_users(module: str) -> bool:
+    """True for the name of a module that no installed package has, and raysharded has not."""
+    if module == "__main__":
+        return True
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return file is not None and not is_installed(file) and module.partition(".")[0] != "raysharded"
+
+
+def variables_of(used: Iterable[object]) -> list[Variable]:
+    """The variables that classes, functions and objects use, each once; of objects, those of their classes.
+
+    Classes, functions and modules among the variables are followed, and are not returned.
+    """
+    left, seen = deque(used), dict[int, object]()
+    found: dict[tuple[int, str], Variable] = {}
+    while left and len(seen) < _MOST_FUNCTIONS:
+        one = left.popleft()
+        for part in _functions_of(one):
+            if id(part) in seen:
+                continue
+            seen[id(part)] = part
+            for variable in _used_by(part):
+                value = variable.holder.get(variable.key)
+                if isinstance(value, (type, types.FunctionType)):
+                    left.append(value)
+                else:
+                    found.setdefault((_id_of(variable), variable.key), variable)
+    return list(found.values())
+
+
+def _id_of(variable: Variable) -> int:
+    holder = variable.holder
+    return id(holder._cell) if isinstance(holder, Cell) else id(holder)
+
+
+def _functions_of(one: object) -> Iterator[types.FunctionType]:
+    """The user's functions of a class and its bases, of an object's class, or the function itself."""
+    if isinstance(one, types.FunctionType):
+        if not is_installed(one.__code__.co_filename) and not (one.__module__ or "").startswith("raysharded"):
+            yield one
+        return
+    for base in (one if isinstance(one, type) else type(one)).__mro__:
+        for held in vars(base).values() if is_a_users(base.__module__) else ():
+            for part in (held, getattr(held, "__func__", None), getattr(held, "fget", None)):
+                if isinstance(part, types.FunctionType):
+                    yield part
+
+
+def _used_by(function: types.FunctionType) -> Iterator[Variable]:
+    names, scope = set(_names_in(function.__code__)), function.__globals__
+    label = scope.get("__name__", "")
+    for name in names & scope.keys():
+        yield Variable(f"{label}.{name}", scope, name)
+        value = scope[name]
+        if isinstance(value, types.ModuleType) and is_a_users(value.__name__):
+            inner = vars(value)
+            yield from (Variable(f"{value.__name__}.{key}", inner, key) for key in names & inner.keys())
+    around = function.__qualname__.rpartition(".")[0]
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        yield Variable(f"{around}: {name}", Cell(cell), Cell.KEY)
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for part in code.co_consts:
+        if isinstance(part, types.CodeType):
+            yield from _names_in(part)
