@@ -102,7 +102,7 @@ def trained(task: rs.Task, folder: Path, name: str, workers: int, *, evaluates: 
             data=TEXTS,
             batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2),
             scaling=rs.ScalingConfig(num_workers=workers),
-            run=rs.RunConfig(name=name, storage_path=str(folder / "runs"), max_steps=1, **run),
+            run=rs.RunConfig(name=name, storage_path=str(folder / "runs"), max_steps=2, **run),
             evaluation=rs.EvalConfig(data=TEXTS, every_steps=1, num_samples=8) if evaluates else None,
         )
     )

@@ -29,6 +29,11 @@ class Counted:
     second: int = field(default=2, init=False)
 
 
+@dataclass(frozen=True, slots=True)
+class Single:
+    one: int
+
+
 @dataclass
 class Open:
     first: int = 0
@@ -48,6 +53,14 @@ def test_a_copy_of_the_drivers_state_differs_in_the_given_fields_alone() -> None
     others = [one.name for one in fields(State) if one.name not in ("step", "asked")]
     assert len(others) > 50
     assert all(getattr(after, name) is getattr(before, name) for name in others)
+
+
+def test_the_state_takes_the_fast_way() -> None:
+    assert changed._slots_of(State) is not None
+
+
+def test_a_class_with_one_field_is_copied_too() -> None:
+    assert changed.replace(Single(one=1), one=2) == Single(one=2)
 
 
 def test_a_copy_is_as_frozen_as_its_original() -> None:

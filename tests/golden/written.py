@@ -41,11 +41,13 @@ class _Module:
 
     @cached_property
     def nodes(self) -> tuple[ast.AST, ...]:
+        collects = gc.isenabled()
         gc.disable()  # none of the trees is garbage, and searching them would take twice the time of making them
         try:
             return tuple(ast.walk(self.tree))
         finally:
-            gc.enable()
+            if collects:
+                gc.enable()
 
     @cached_property
     def texts(self) -> tuple[str, ...]:

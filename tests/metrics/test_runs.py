@@ -19,14 +19,26 @@ from raysharded.testing import Fault, FaultPlan
 from raysharded.testing.processes import ProcessLauncher
 from tests.metrics.test_tensorboard import losses, needs_tensorboard
 from tests.metrics.writers import Failing, Kept
+from tests.ray.leftovers import wait_until
 from tests.training.harness import SmallTask, samples
 
 WAIT_S = 240.0
 
 
+class Waiting(SmallTask):
+    """Applies step 7 once a stop was requested."""
+
+    def __init__(self, stopped: Path) -> None:
+        self._stopped = stopped
+
+    def lr_scale(self, step: int) -> float:
+        wait_until(lambda: step < 7 or self._stopped.exists(), "no stop was requested", WAIT_S)
+        return super().lr_scale(step)
+
+
 def trainer(folder: Path, metrics: Sequence[MetricsWriter]) -> rs.ElasticTrainer:
     return rs.ElasticTrainer(
-        task=SmallTask(),
+        task=Waiting(folder / "stopped"),
         data=samples(),
         batch=rs.BatchConfig(global_batch_size=8, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=(2, 2)),
@@ -58,6 +70,7 @@ def test_curves_continue_through_a_loss_and_a_resume_and_a_failing_writer_hurts_
     def look(kind: str, fields: dict[str, Any]) -> None:
         if kind == "step" and fields["step"] == 5 and made.wait(WAIT_S):
             runs[0].stop()
+            (tmp_path / "stopped").touch()
 
     with caplog.at_level(logging.WARNING, "raysharded.metrics"):
         run = first.start_with(ProcessLauncher, look)

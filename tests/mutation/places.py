@@ -63,7 +63,7 @@ _TURNED: dict[type[ast.cmpop], str] = {
     ast.In: "not in",
     ast.NotIn: "in",
 }
-_SEEDS = ("manual_seed", "derive_seed", "default_rng", "seed")
+_SEEDS = ("manual_seed", "seed_torch", "seed_without_a_driver", "derive_seed", "default_rng", "seed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

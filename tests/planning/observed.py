@@ -30,6 +30,7 @@ from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.engine import Engine
 from raysharded.actors.step.gradient import StepGradient
 from raysharded.actors.telemetry import busy_sampler
+from raysharded.actors.task_calls.object_contents import NotFollowed
 from raysharded.layout import Mesh
 from raysharded.planning.tracing.tensor_lifetimes import MemoryFollower
 from raysharded.task import Strategy, has_tensor_parallelism
@@ -40,10 +41,12 @@ _STEADY = range(3, _STEPS + 1)
 """Steps before which all snapshots and mirrors were there."""
 
 
-class Watch:
+class Watch(NotFollowed):
     """The watch of one worker process: its training thread's tensors, and its arguments of collectives."""
 
     def __init__(self) -> None:
+        self.reported: set[int] = set()
+        """Steps."""
         self.sent: Counter[str] = Counter()
         self.rank, self.mesh = 0, Mesh(shards=1)
         self.follower = _Follower(self)
@@ -211,8 +214,8 @@ class Watched(rs.Task):
 
     def lr_scale(self, step: int) -> float:
         assert _watch is not None
-        if step not in _reported:
-            _reported.add(step)
+        if step not in _watch.reported:
+            _watch.reported.add(step)
             _watch.report(self.folder, step)
         return self.task.lr_scale(step)
 
@@ -222,9 +225,6 @@ class WatchedParallel(Watched):
 
     def parallelize(self, model: nn.Module, mesh: DeviceMesh) -> Mapping[str, ParallelStyle] | None:
         return self.task.parallelize(model, mesh)
-
-
-_reported: set[int] = set()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

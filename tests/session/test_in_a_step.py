@@ -184,13 +184,20 @@ def test_an_evaluation_in_the_loop_has_the_bits_of_a_tasks(workers: int, kills: 
 
 
 def test_the_ledger_of_a_loop_that_evaluates_and_loses_a_worker_agrees(tmp_path: Path) -> None:
-    plan = FaultPlan(faults=(Fault(worker=WorkerId(1), step=2, phase="snapshot"),), folder=str(tmp_path))
+    """The worker hangs: the other one waits for it in the middle of the loop's step."""
+    hang = Fault(worker=WorkerId(1), step=2, phase="backward", kind="stop")
+    plan = FaultPlan(faults=(hang,), folder=str(tmp_path))
     trainer = rs.ElasticTrainer(
         train_fn=Evaluating(),
         data=samples(),
         batch=rs.BatchConfig(global_batch_size=2 * MICROBATCHES, microbatch_size=2, seed=5),
         scaling=rs.ScalingConfig(num_workers=(1, 2)),
-        run=rs.RunConfig(name="it", storage_path=str(tmp_path / "runs"), max_steps=STEPS),
+        run=rs.RunConfig(
+            name="it",
+            storage_path=str(tmp_path / "runs"),
+            max_steps=STEPS,
+            failure=rs.FailureConfig(hang_timeout_s=3.0),
+        ),
     )
     trainer.faults = plan
     journal = Collector()

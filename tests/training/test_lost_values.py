@@ -168,7 +168,9 @@ def test_a_resumed_run_whose_model_lost_a_drawn_value_is_refused(tmp_path: Path,
         begun_and_resumed(tmp_path, before, after)
 
 
-@pytest.mark.parametrize("name", tried_each_time(["a drawn attribute, as a buffer"], KEPT))
+@pytest.mark.parametrize(
+    "name", tried_each_time(["a drawn attribute, as a buffer", "a computed buffer, renamed"], KEPT)
+)
 def test_a_resumed_run_whose_model_has_the_value_elsewhere_continues_with_the_same_numbers(
     tmp_path: Path, name: str
 ) -> None:

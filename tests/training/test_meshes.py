@@ -165,8 +165,7 @@ def test_fast_reduction_in_groups_trains_on_the_same_batch() -> None:
     assert [numbers["digest"] for numbers in fast.numbers] == [numbers["digest"] for numbers in alone.numbers]
 
 
-@pytest.mark.long  # `test_sizes.py` has an audit in groups, and `test_audit.py` finds who computes wrong numbers
-@pytest.mark.parametrize(("replicas", "shards"), [(2, 2), (3, 1)])
+@pytest.mark.parametrize(("replicas", "shards"), tried_each_time([(2, 1)], of=[(2, 1), (2, 2), (3, 1)]))
 def test_audits_in_groups_change_no_bit_and_find_who_computes_wrong_numbers(replicas: int, shards: int) -> None:
     engine = rs.EngineConfig(audit_every_steps=1)
     wrong = Fault(worker=WorkerId(1), step=2, phase="backward", kind="corrupt")
@@ -227,7 +226,7 @@ def test_a_checkpoint_is_written_once_by_all_groups_and_continues_in_any_mesh(
 
 def test_without_a_last_checkpoint_the_fingerprint_counts_every_shard_once(tmp_path: Path) -> None:
     job = make_job(f"{tmp_path}/run", task=SMALL, steps=2, microbatches=MICROBATCHES)
-    limits = make_limits(job, 3, grouping=grouped(job, 1), save_at_end=False)
+    limits = make_limits(job, 4, grouping=grouped(job, 2), save_at_end=False)
     state = make_driver(job, limits, Collector()).run()
     assert state.result_fingerprint == small_undisturbed().fingerprint
 

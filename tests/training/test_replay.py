@@ -102,7 +102,6 @@ def test_an_audit_that_finds_wrong_numbers_is_replayed(tmp_path: Path) -> None:
     assert told(replayed(job), says(Stopped, reason=StopReason.CORRUPT))
 
 
-@pytest.mark.long
 def test_going_back_because_of_a_number_that_is_not_finite_is_replayed(tmp_path: Path) -> None:
     task = Diverging([first_sample_of(4)])
     job = make_job(f"{tmp_path}/run", task=task, microbatches=4, steps=6, save_every=2, on_non_finite="rewind")

@@ -147,7 +147,9 @@ def test_units_that_every_worker_has_whole_change_no_bit(workers: int, settings:
 
 def test_units_that_every_worker_has_whole_are_trained_in_groups_too_and_in_bf16() -> None:
     engine = rs.EngineConfig(param_dtype="bfloat16", audit_every_steps=2)
-    outcome = train(4, task=Whole(), engine=engine, shards=2, kills=[(2, 2, "backward")])
+    outcome = train(4, task=Whole(), engine=engine, shards=2, kills=[(2, 3, "backward")])
+    assert outcome.of("generation")[0]["mesh"] == "2x2"
+    assert [(fields["step"], fields["ok"]) for fields in outcome.of("audit")] == [(2, True)]
     assert outcome.bits == reference(task=TWO_BLOCKS, engine=rs.EngineConfig(param_dtype="bfloat16")).bits
 
 

@@ -210,3 +210,11 @@ def seed_torch(number: int) -> None:
         torch.manual_seed(number)
     else:
         torch.default_generator.manual_seed(number)
+
+
+def seed_without_a_driver(number: int) -> None:
+    """As `seed_torch`, in any process: no driver of GPUs is called, after which forked processes cannot use CUDA."""
+    if torch.accelerator.current_accelerator() is None:  # torch is built for none
+        torch.default_generator.manual_seed(number)
+    else:
+        torch.manual_seed(number)

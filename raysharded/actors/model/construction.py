@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from raysharded.actors.device.accelerator import seed_torch
+from raysharded.actors.device.accelerator import seed_without_a_driver
 from raysharded.actors.model.meta_watch import MemoryWatch
 from raysharded.actors.model.parameter_marks import share
 from raysharded.actors.task_calls.process_state import Left, put_back
@@ -104,7 +104,7 @@ def construct_whole(task: Task, seed: int, purpose: str) -> nn.Module:
 def _seed(seed: int, purpose: str) -> None:
     number = derive_seed(seed, purpose)
     generators.seed(number, with_torch=False)
-    seed_torch(number)
+    seed_without_a_driver(number)
 
 
 @contextlib.contextmanager
