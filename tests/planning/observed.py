@@ -29,8 +29,8 @@ from raysharded.actors.reduction.tree_reducer import TreeReducer
 from raysharded.actors.shards.store import ShardStore
 from raysharded.actors.step.engine import Engine
 from raysharded.actors.step.gradient import StepGradient
-from raysharded.actors.telemetry import busy_sampler
 from raysharded.actors.task_calls.object_contents import NotFollowed
+from raysharded.actors.telemetry import busy_sampler
 from raysharded.layout import Mesh
 from raysharded.planning.tracing.tensor_lifetimes import MemoryFollower
 from raysharded.task import Strategy, has_tensor_parallelism
