@@ -122,7 +122,7 @@ def main(folder: Path) -> None:
         return patch.object(run, "stop", note_and_stop)
 
     job = trainer(folder, (1, 2), steps=STEPS, failure=rs.FailureConfig(hang_timeout_s=3.0))
-    acting = threading.Thread(target=act)
+    acting = threading.Thread(target=act, daemon=True)  # an error of `fit` ends this process at once
     acting.start()
     try:
         job.fit(lambda kind, fields: entries.append((kind, fields)), progress=True, context=noting_stops)
