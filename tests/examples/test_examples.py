@@ -19,6 +19,7 @@ from raysharded.checkpoint import list_checkpoints, open_storage
 from raysharded.data.pack import pack
 from raysharded.ids import WorkerId
 from raysharded.testing import Fault, FaultPlan
+from raysharded.testing.faults import READY
 from raysharded.testing.processes import fit
 from tests.cases import tried_each_time
 from tests.paths import ROOT
@@ -33,6 +34,15 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("corpus")
     pack(str(EXAMPLES / "train_gpt.py"), str(folder), input_format="text")
     return str(folder)
+
+
+def ready_after(other: int, worker: int) -> Fault:
+    """The worker is ready only when the other one has started, too."""
+    return Fault(worker=WorkerId(worker), step=0, phase=READY, kind="wait", until=WorkerId(other))
+
+
+TOGETHER = (ready_after(0, 1), ready_after(1, 0))
+"""The first generation of two workers has both, however late one starts."""
 
 
 def test_no_example_is_longer_than_a_person_reads() -> None:
@@ -68,7 +78,7 @@ def test_the_pretraining_script_takes_its_settings_from_the_file_and_survives_a_
     undisturbed = fit(made("undisturbed", "1"))
     disturbed = made("disturbed", "[1, 2]")
     kill = Fault(worker=WorkerId(1), step=2, phase="backward", kind="kill")
-    disturbed.faults = FaultPlan(faults=(kill,), folder=str(tmp_path))
+    disturbed.faults = FaultPlan(faults=(*TOGETHER, kill), folder=str(tmp_path))
     assert (disturbed.batch.num_microbatches, disturbed.run.checkpoint.every_steps) == (8, 50)  # the file's
     assert fit(disturbed).fingerprint == undisturbed.fingerprint
     assert disturbed.faults.fired(kill)
@@ -89,7 +99,7 @@ def test_the_own_loop_learns_and_ends_with_the_same_bits_when_one_of_two_workers
     undisturbed.scaling = ScalingConfig(num_workers=1)
     undisturbed.engine = replace(undisturbed.engine, prefetch=False)  # no process that reads has to start
     kill = Fault(worker=WorkerId(1), step=steps // 2, phase="backward", kind="kill")
-    disturbed.faults = FaultPlan(faults=(kill,), folder=str(tmp_path))
+    disturbed.faults = FaultPlan(faults=(*TOGETHER, kill), folder=str(tmp_path))
     one, two = fit(undisturbed), fit(disturbed)
     assert disturbed.faults.fired(kill)
     assert one.fingerprint == two.fingerprint
@@ -263,8 +273,15 @@ def test_the_quickstart_shows_a_loss_and_the_same_weights(tmp_path: Path) -> Non
     environment = {**os.environ, "RAY_ADDRESS": "local", "RAY_TMPDIR": "/tmp", "TMPDIR": str(tmp_path)}
     environment["PYTHONPATH"] = str(ROOT)
     script = (EXAMPLES / "quickstart.py").read_text(encoding="utf-8")
-    assert "\nSTEPS = 60\n" in script
-    (tmp_path / "quickstart.py").write_text(script.replace("\nSTEPS = 60\n", "\nSTEPS = 16\n"), encoding="utf-8")
+    for text, other in (
+        ("\nSTEPS = 60\n", "\nSTEPS = 16\n"),
+        # The first generation has worker 1 and one more, however late they start.
+        ("(1, workers)", "(min(2, workers), workers)"),
+        ("faults=(kill,)", f"faults=({ready_after(1, 0)!r}, {ready_after(1, 2)!r}, kill)"),
+    ):
+        assert text in script
+        script = script.replace(text, other)
+    (tmp_path / "quickstart.py").write_text(script, encoding="utf-8")
     ran = subprocess.run(
         [sys.executable, str(tmp_path / "quickstart.py")],
         capture_output=True,

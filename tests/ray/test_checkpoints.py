@@ -88,7 +88,7 @@ def test_the_listener_cannot_wait_for_a_checkpoint(tmp_path: Path) -> None:
     assert len(refused) == 1
 
 
-@pytest.mark.long  # test_local_ray.py has a hangup, and test_process_workers.py SIGTERM
+@pytest.mark.long  # test_local_ray.py has SIGTERM to a driver on a Ray that it started
 @pytest.mark.clusters
 def test_sigterm_to_the_driver_ends_the_run_after_a_checkpoint_and_leaves_nothing(tmp_path: Path) -> None:
     marker = f"RAYSHARDED_TEST={uuid.uuid4().hex}"

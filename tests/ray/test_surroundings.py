@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import subprocess
@@ -196,3 +197,30 @@ def test_doctor_knows_where_ray_keeps_its_files(tmp_path: Path, monkeypatch: pyt
     assert (surroundings.home_problem(), machine.home().ok) == ("", True)
     monkeypatch.setenv("RAY_TMPDIR", "/proc/self/status")
     assert machine.home().found.startswith("Ray keeps its sessions in /proc/self/status/ray, which cannot be written")
+
+
+def test_an_error_of_rays_start_is_explained_by_what_is_missing_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"):
+        monkeypatch.delenv(name, raising=False)
+    refused = PermissionError(errno.EACCES, "Permission denied", "/tmp/ray")
+    monkeypatch.setenv("RAY_TMPDIR", "/proc/self/status")  # no folder
+    assert surroundings.why_not_started(refused).startswith(
+        "Ray cannot be started on this machine: Ray keeps its sessions in /proc/self/status/ray, which cannot be "
+        f"written by user {os.getuid()}. Set RAY_TMPDIR to a folder with a short path that can be written "
+        "(PermissionError: "
+    )
+    failed = RuntimeError("The raylet exited.")
+    assert surroundings.why_not_started(failed) == "Ray did not start: RuntimeError: The raylet exited."
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    assert surroundings.why_not_started(refused).startswith("Ray did not start: PermissionError: ")
+
+    monkeypatch.delenv("HOME")
+    monkeypatch.setattr("pwd.getpwuid", dict[int, object]().__getitem__)  # a user without a line
+    with pytest.raises(RuntimeError) as homeless:
+        Path.home()
+    told = f"Ray keeps a token in ~/.ray/auth_token, and user {os.getuid()} has no home: HOME is not set"
+    assert surroundings.home_problem().startswith(told)
+    assert surroundings.why_not_started(homeless.value).startswith(f"Ray cannot be started on this machine: {told}")
+    assert machine.home().found.startswith(told)
