@@ -431,6 +431,7 @@ class Uses:
         return deeper()
 
     @staticmethod
+    @torch.no_grad()
     def table() -> Any:
         return [TABLE[place] for place in range(2)], HELPER.number
 
@@ -439,6 +440,7 @@ def test_variables_that_code_uses_are_found_through_functions_properties_and_com
     names = {one.name.rpartition(".")[2] for one in variables_of([Uses()])}
     assert {"COUNT", "LOG", "TABLE", "HELPER"} <= names
     assert not names & {"deeper", "Uses", "GLOBAL_STEP", "NOTED"}
+    assert all(one.name.startswith(__name__) for one in variables_of([Uses()]))
 
 
 def test_a_changed_variable_is_as_built_inside_alone_and_each_counts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,9 +194,9 @@ def _parts_of(name: str, one: object) -> Iterator[tuple[str, object]]:
 
 def _has_own_attributes(one: object) -> bool:
     """True for an object with attributes, of a user's class, that no thread may use."""
-    if isinstance(one, (type, torch.Tensor, np.ndarray)) or type(getattr(one, "__dict__", None)) is not dict:
+    if isinstance(one, (type, torch.Tensor, np.ndarray)) or not is_a_users(type(one).__module__):
         return False
-    return is_a_users(type(one).__module__) and not is_in_use_elsewhere(one)
+    return type(getattr(one, "__dict__", None)) is dict and not is_in_use_elsewhere(one)
 
 
 def _value_of(value: object) -> _Value:

@@ -77,11 +77,12 @@ def variables_of(used: Iterable[object]) -> list[Variable]:
             if id(part) in seen:
                 continue
             seen[id(part)] = part
-            for variable in _used_by(part):
+            is_own = not is_installed(part.__code__.co_filename)  # or a decorator's, around one of the user's
+            for variable in (*(_of_modules(part) if is_own else ()), *_of_closures(part)):
                 value = variable.holder.get(variable.key)
                 if isinstance(value, (type, types.FunctionType)):
                     left.append(value)
-                else:
+                elif is_own:
                     found.setdefault((_id_of(variable), variable.key), variable)
     return list(found.values())
 
@@ -94,17 +95,23 @@ def _id_of(variable: Variable) -> int:
 def _functions_of(one: object) -> Iterator[types.FunctionType]:
     """The user's functions of a class and its bases, of an object's class, or the function itself."""
     if isinstance(one, types.FunctionType):
-        if not is_installed(one.__code__.co_filename) and not (one.__module__ or "").startswith("raysharded"):
+        if (one.__module__ or "").partition(".")[0] != "raysharded":
             yield one
         return
     for base in (one if isinstance(one, type) else type(one)).__mro__:
         for held in vars(base).values() if is_a_users(base.__module__) else ():
-            for part in (held, getattr(held, "__func__", None), getattr(held, "fget", None)):
-                if isinstance(part, types.FunctionType):
-                    yield part
+            match held:
+                case staticmethod() | classmethod():
+                    part: object = held.__func__
+                case property():
+                    part = held.fget
+                case _:
+                    part = held
+            if isinstance(part, types.FunctionType):
+                yield part
 
 
-def _used_by(function: types.FunctionType) -> Iterator[Variable]:
+def _of_modules(function: types.FunctionType) -> Iterator[Variable]:
     names, scope = set(_names_in(function.__code__)), function.__globals__
     label = scope.get("__name__", "")
     for name in names & scope.keys():
@@ -113,6 +120,9 @@ def _used_by(function: types.FunctionType) -> Iterator[Variable]:
         if isinstance(value, types.ModuleType) and is_a_users(value.__name__):
             inner = vars(value)
             yield from (Variable(f"{value.__name__}.{key}", inner, key) for key in names & inner.keys())
+
+
+def _of_closures(function: types.FunctionType) -> Iterator[Variable]:
     around = function.__qualname__.rpartition(".")[0]
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
         yield Variable(f"{around}: {name}", Cell(cell), Cell.KEY)
