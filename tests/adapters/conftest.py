@@ -27,24 +27,24 @@ def server_with(*modules: str) -> Iterator[None]:
         forkserver._forkserver._stop()  # type: ignore[attr-defined]
 
 
-_OPEN = ExitStack()
+_OPEN: list[ExitStack] = []
 """The server with transformers, while tests of this folder follow each other."""
-_IS_OPEN: list[bool] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _server_with_transformers() -> None:
-    if not _IS_OPEN:
-        _OPEN.enter_context(server_with("tests.adapters.preloaded"))
-        _IS_OPEN.append(True)
+    if not _OPEN:
+        with ExitStack() as stack:
+            stack.enter_context(server_with("tests.adapters.preloaded"))
+            _OPEN.append(stack.pop_all())
 
 
 @pytest.hookimpl(trylast=True)  # behind the ends of fixtures
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
     """End the server where other tests follow. A fixture of a package would not: this folder is none."""
     if nextitem is None or nextitem.path.parent != item.path.parent:
-        _OPEN.close()
-        _IS_OPEN.clear()
+        while _OPEN:
+            _OPEN.pop().close()
 
 
 @pytest.fixture(scope="module")

@@ -423,6 +423,10 @@ def deeper() -> int:
     return COUNT + len(LOG)
 
 
+def use_a_module() -> tuple[Any, int]:
+    return sys.modules, COUNT
+
+
 class Uses:
     """Code that uses variables of this module through a function, a property, and a comprehension."""
 
@@ -441,6 +445,15 @@ def test_variables_that_code_uses_are_found_through_functions_properties_and_com
     assert {"COUNT", "LOG", "TABLE", "HELPER"} <= names
     assert not names & {"deeper", "Uses", "GLOBAL_STEP", "NOTED"}
     assert all(one.name.startswith(__name__) for one in variables_of([Uses()]))
+    used = {one.name.rpartition(".")[2] for one in variables_of([use_a_module])}
+    assert "COUNT" in used
+    assert "sys" not in used
+
+
+def test_variables_that_methods_of_a_held_object_use_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    attributes = PlainAttributes({"self": Owner(helper=[Uses()])}, code=[Owner()])
+    monkeypatch.setattr(sys.modules[__name__], "COUNT", 4)
+    assert [one.name for one in attributes.changes()] == [f"{__name__}.COUNT"]
 
 
 def test_a_changed_variable_is_as_built_inside_alone_and_each_counts_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:

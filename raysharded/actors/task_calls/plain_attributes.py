@@ -77,16 +77,17 @@ class PlainAttributes:
     """
 
     def __init__(
-        self, objects: Mapping[str, object], *, of_model: Collection[nn.Module] = (), code: Iterable[object] = ()
+        self, objects: Mapping[str, object], *, of_model: Collection[nn.Module] = (), code: Collection[object] = ()
     ) -> None:
         """`objects`: name, as written in Python -> object. `of_model`: the model's modules, whose buffers are state.
 
-        `code`: objects whose methods' variables are compared.
+        `code`: objects whose methods' variables are compared, with those of what `objects` hold; empty: no variables.
         """
-        variables = variables_of(code)
-        starts = [part for name, one in objects.items() for part in _parts_of(name, one)]
-        starts += [(one.name, one.holder.get(one.key)) for one in variables]
-        held = _held_by(starts, {id(one) for one in (*of_model, *objects.values())})
+        without = {id(one) for one in (*of_model, *objects.values())}
+        held = _held_by([part for name, one in objects.items() for part in _parts_of(name, one)], without)
+        variables = variables_of([*code, *held.values()]) if code else []
+        without |= {id(one) for one in held.values()}
+        held |= _held_by([(one.name, one.holder.get(one.key)) for one in variables], without)
         self._built = {
             name: (one, is_held, _values_of(one, is_held))
             for group, is_held in ((objects, False), (held, True))
@@ -153,7 +154,7 @@ def _variable_values(one: Variable) -> tuple[_Value, ...]:
 
 def _variable_changes(one: Variable, built: tuple[_Value, ...]) -> Iterator[Change]:
     now = _variable_values(one)
-    if [value.form for value in now] != [value.form for value in built] and all(one.is_plain for one in (*now, *built)):
+    if [value.form for value in now] != [value.form for value in built] and all(each.is_plain for each in now + built):
         yield Change(one.holder, one.name, one.key, built)
 
 

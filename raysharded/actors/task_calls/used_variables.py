@@ -65,11 +65,12 @@ def is_a_users(module: str) -> bool:
 
 
 def variables_of(used: Iterable[object]) -> list[Variable]:
-    """The variables that classes, functions and objects use, each once; of objects, those of their classes.
+    """The variables that the methods of objects use, each once. `used`: objects; functions and classes, too.
 
     Classes, functions and modules among the variables are followed, and are not returned.
     """
-    left, seen = deque(used), dict[int, object]()
+    code = (one if isinstance(one, (type, types.FunctionType)) else type(one) for one in used)
+    left, seen = deque(dict.fromkeys(code)), dict[int, object]()
     found: dict[tuple[int, str], Variable] = {}
     while left and len(seen) < _MOST_FUNCTIONS:
         one = left.popleft()
@@ -82,7 +83,7 @@ def variables_of(used: Iterable[object]) -> list[Variable]:
                 value = variable.holder.get(variable.key)
                 if isinstance(value, (type, types.FunctionType)):
                     left.append(value)
-                elif is_own:
+                elif is_own and not isinstance(value, types.ModuleType):
                     found.setdefault((_id_of(variable), variable.key), variable)
     return list(found.values())
 
@@ -92,13 +93,13 @@ def _id_of(variable: Variable) -> int:
     return id(holder._cell) if isinstance(holder, Cell) else id(holder)
 
 
-def _functions_of(one: object) -> Iterator[types.FunctionType]:
-    """The user's functions of a class and its bases, of an object's class, or the function itself."""
+def _functions_of(one: type | types.FunctionType) -> Iterator[types.FunctionType]:
+    """The user's functions of a class and its bases, or the function itself."""
     if isinstance(one, types.FunctionType):
         if (one.__module__ or "").partition(".")[0] != "raysharded":
             yield one
         return
-    for base in (one if isinstance(one, type) else type(one)).__mro__:
+    for base in one.__mro__:
         for held in vars(base).values() if is_a_users(base.__module__) else ():
             match held:
                 case staticmethod() | classmethod():
